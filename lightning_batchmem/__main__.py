@@ -25,11 +25,10 @@ from lightning_batchmem import comparison
 from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
+from lightning_batchmem.plan.json_fields import check_regular, read_small
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.printable import printable
-from lightning_batchmem.plan.printing import why_not_printed
+from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.plan.small_files import check_regular, read_small
 from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text

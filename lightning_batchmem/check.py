@@ -21,10 +21,9 @@ from lightning_batchmem.comparison import Make, check_one_device, make_trainer, 
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.find import SearchOnly
-from lightning_batchmem.plan.json_fields import from_json, to_json
+from lightning_batchmem.plan.json_fields import from_json, read_small, to_json
 from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
 from lightning_batchmem.plan.records import PHASES
-from lightning_batchmem.plan.small_files import read_small
 
 # A search up to 8 samples runs 2 samples too.
 _MAX_BATCH_SIZE = 8

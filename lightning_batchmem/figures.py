@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.plan.throughput import measured_speeds
+from lightning_batchmem.plan.trials_so_far import measured_speeds
 from lightning_batchmem.profile.step_csv import Row
 
 if TYPE_CHECKING:

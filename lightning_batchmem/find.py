@@ -22,7 +22,7 @@ from lightning_batchmem._lightning.packages import (
     warn_of_untested_torch,
 )
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
-from lightning_batchmem._lightning.sized_hook import loaders_in
+from lightning_batchmem._lightning.size_places import loaders_in
 from lightning_batchmem._lightning.strategies import trains_in_other_processes
 from lightning_batchmem._lightning.trainer_state import callbacks_of, set_callbacks
 from lightning_batchmem.batch_finder import BatchFinder, check_plan

@@ -1,15 +1,56 @@
-"""Data classes as JSON: the one writer, and the one reader."""
+"""Files and data classes as JSON, which others may have written: one writer and one reader."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from lightning_batchmem.plan.printable import printable
+from lightning_batchmem.plan.printing import printable
+
+# A plan with a thousand trials is smaller.
+_MOST_MIB = 16
+
+
+def read_small(path: Path) -> str:
+    """The text of a regular file of at most 16 MiB.
+
+    Raises:
+        OSError: if there is no such file, or it cannot be read.
+        ValueError: if it is another kind of file, larger, or not UTF-8.
+    """
+    check_regular(path)
+    most_bytes = _MOST_MIB * 2**20
+    # Without waiting: a file of the kernel may have its next line later.
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        # The size that a file system tells may be 0, as in /proc.
+        content = file.read(most_bytes + 1)
+    if content is None:
+        raise ValueError("it has no content yet")
+    if len(content) > most_bytes:
+        raise ValueError(f"it is larger than {_MOST_MIB} MiB")
+    return content.decode("utf-8")
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Windows has no such flag.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def check_regular(path: Path) -> None:
+    """Raise a ValueError unless it is a regular file.
+
+    To open a pipe could take forever, and a device may have no end.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is not a regular file")
+
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -7,13 +7,14 @@ and knows no objective itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from lightning_batchmem.plan.fit import dropped_sizes, ran_through
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.records import Chosen, LimitedBy, mib
+from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Chosen, LimitedBy, Speed, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
-from lightning_batchmem.plan.throughput import fastest, num_flat_sizes
 from lightning_batchmem.plan.trials_so_far import TrialsSoFar
 
 FRAGMENTED_RATIO = 1.15
@@ -155,6 +156,29 @@ class Fastest:
 def objective_of(options: SearchOptions) -> SearchObjective:
     """Return the objective that the user has named."""
     return Fastest() if options.objective == "throughput" else Largest()
+
+
+# No formula predicts a throughput. On the host it falls where the C library begins to map blocks in
+# every step, and on a GPU it changes where a library takes another kernel.
+
+
+def fastest(speeds: Sequence[Speed], policy: SearchPolicy) -> Speed | None:
+    """The smallest size near the best throughput; ``None`` if nothing was timed."""
+    best = max((speed.samples_per_second for speed in speeds), default=0.0)
+    near_best = (s for s in speeds if s.samples_per_second >= policy.near_best_share * best)
+    return next(near_best, None)
+
+
+def num_flat_sizes(speeds: Sequence[Speed], policy: SearchPolicy) -> int:
+    """How many of the largest sizes in a row did not raise the throughput."""
+    best = 0.0
+    flat_sizes = 0
+    for speed in speeds:
+        flat_sizes += 1
+        if policy.near_best_share * speed.samples_per_second >= best:
+            flat_sizes = 0
+        best = max(best, speed.samples_per_second)
+    return flat_sizes
 
 
 def _largest_second_size(known: TrialsSoFar) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.learning_rate import OptimizerStep
-from lightning_batchmem.plan.plan_json import in_parts, side_by_side
 from lightning_batchmem.plan.records import Chosen, LimitedBy, MemoryModel, Trial
 from lightning_batchmem.plan.text import full_text, headline, short_text
 from lightning_batchmem.plan.unit import Unit
@@ -165,7 +165,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` makes an equal plan of it, with printable texts."""
-        return json.dumps(side_by_side(self), indent=2)
+        return json.dumps(_side_by_side(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -176,7 +176,7 @@ class Plan:
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
-        plan = from_json(cls, text, in_parts)
+        plan = from_json(cls, text, _in_parts)
         smallest = min([plan.batch_size, *(trial.batch_size for trial in plan.trials)])
         if smallest < 1:
             raise ValueError(f"batch_size of a plan must be at least 1, got {smallest}")
@@ -185,3 +185,59 @@ class Plan:
     def _rehearsal(self) -> Trial | None:
         passed = ran_through(trial for trial in self.trials if trial.outcome == "ok")
         return next((trial for trial in passed if trial.batch_size == self.batch_size), None)
+
+
+# In JSON the fields of the parts stand side by side. These are the names of fields in a part, by
+# their names in JSON.
+_CHOSEN = {
+    "batch_size": "batch_size",
+    "limited_by": "limited_by",
+    "verified": "is_verified",
+    "reason": "reason",
+    "fastest_batch_size": "fastest_batch_size",
+    "largest_batch_size": "largest_batch_size",
+}
+_STEP = {
+    "accumulate_grad_batches": "accumulate_grad_batches",
+    "effective_batch_size": "effective_batch_size",
+    "learning_rate": "learning_rate",
+    "learning_rate_before": "learning_rate_before",
+}
+# The names until version 0.4.
+_TRIAL = {"peak_held_bytes": "held_peak_bytes", "reserve_bytes": "set_aside_bytes"}
+
+
+def _side_by_side(plan: Plan) -> dict[str, Any]:
+    """Everything in a plan, and for other readers what follows from its trials."""
+    data = asdict(plan)
+    chosen = data.pop("chosen")
+    step = data.pop("step")
+    return {
+        **{name: chosen[field] for name, field in _CHOSEN.items()},
+        **{name: step[field] for name, field in _STEP.items()},
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "measured_peak_bytes": plan.measured_peak_bytes,
+        "held_peak_bytes": plan.held_peak_bytes,
+        "memory": None if plan.memory is None else asdict(plan.memory),
+        **data,
+    }
+
+
+def _in_parts(data: Any) -> Any:
+    """The data of a plan, from JSON of this version or of an earlier one."""
+    if not isinstance(data, dict):
+        return data
+    parts: dict[str, Any] = {
+        "chosen": {"reason": "", **_named(data, _CHOSEN)},
+        "step": _named(data, _STEP),
+    }
+    if isinstance(trials := data.get("trials"), list):
+        parts["trials"] = [
+            {**trial, **_named(trial, _TRIAL)} if isinstance(trial, dict) else trial
+            for trial in trials
+        ]
+    return {**data, **parts}
+
+
+def _named(data: dict[str, Any], fields: dict[str, str]) -> dict[str, Any]:
+    return {field: data[name] for name, field in fields.items() if name in data}

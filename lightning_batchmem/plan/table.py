@@ -8,7 +8,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from lightning_batchmem.plan.printable import shown
+from lightning_batchmem.plan.printing import shown
 
 # In columns. It is wider than any table, because rich would break the lines of a wider one.
 _WIDTH = 10_000

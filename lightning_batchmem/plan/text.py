@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from lightning_batchmem.plan.printable import shown
+from lightning_batchmem.plan.printing import shown
 from lightning_batchmem.plan.records import Trial, mib
 from lightning_batchmem.plan.table import table_text
-from lightning_batchmem.plan.throughput import measured_speeds
+from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

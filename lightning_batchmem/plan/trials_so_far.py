@@ -1,9 +1,9 @@
-"""What the trials of a search show: what ran, what failed, and the size that fills the limit."""
+"""What the trials of a search show: what ran, what failed, what fills the limit, and speeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,16 @@ from lightning_batchmem.plan.fit import fit_memory
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Speed, Trial
-from lightning_batchmem.plan.throughput import measured_speeds
+
+
+def measured_speeds(trials: Iterable[Trial]) -> list[Speed]:
+    """The best throughput of each size that fits, smallest size first."""
+    best: dict[int, float] = {}
+    for trial in trials:
+        if trial.outcome == "ok" and trial.samples_per_second is not None:
+            size = trial.batch_size
+            best[size] = max(trial.samples_per_second, best.get(size, 0.0))
+    return [Speed(size, best[size]) for size in sorted(best)]
 
 
 @dataclass(frozen=True)

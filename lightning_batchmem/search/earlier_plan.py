@@ -9,11 +9,11 @@ from typing import get_args
 
 from torch.nn import Module
 
+from lightning_batchmem.plan.json_fields import read_small
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, SizeLimit, Trial, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
-from lightning_batchmem.plan.small_files import read_small
 from lightning_batchmem.search.ranks import Ranks
 
 LIMIT_TOLERANCE = 0.1

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.printable import shown
+from lightning_batchmem.plan.printing import shown
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.text import headline, is_rehearsed

@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.devices.tensors import tensors_in
-from lightning_batchmem.state.own_states import memory_bytes, restore_of
 from lightning_batchmem.state.refill import (
     Path,
     contents_of,
@@ -33,7 +32,7 @@ from lightning_batchmem.state.refill import (
     restore_object,
     set_attribute,
 )
-from lightning_batchmem.state.saved_tensors import SavedTensor, carried_by
+from lightning_batchmem.state.saved_storages import SavedTensor, carried_by
 from lightning_batchmem.state.walked_kinds import (
     ATOMS,
     CONTAINERS,
@@ -47,6 +46,8 @@ from lightning_batchmem.state.walked_kinds import (
     WalkLimits,
     defines,
     key_text,
+    memory_bytes,
+    restore_of,
 )
 
 # Names and values of the objects to which an object leads.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.printable import printable
+from lightning_batchmem.plan.printing import printable
 from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Trial
 from tests.helpers.lawful import OLD_PLAN
 from tests.helpers.plans import plan_with

@@ -2,13 +2,10 @@
 
 import pytest
 
+from lightning_batchmem.plan.objectives import fastest, num_flat_sizes
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Speed, Trial
-from lightning_batchmem.plan.throughput import (
-    fastest,
-    measured_speeds,
-    num_flat_sizes,
-)
+from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 POLICY = SearchPolicy()
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem._lightning.sized_hook import SizedHook
+from lightning_batchmem._lightning.size_places import SizedHook
 from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law, loader
 
 FOUND = found_size(500 * MIB, multiple_of=1)
