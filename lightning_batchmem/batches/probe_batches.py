@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.collate import copied_collate
-from lightning_batchmem.batches.fetched_batches import FetchedCollate, fetched_samples
+from lightning_batchmem.batches.collate import FetchedCollate, copied_collate, fetched_samples
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_bytes import batched_bytes, held_bytes
 from lightning_batchmem.batches.sample_sizes import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_batchmem.batches.fetched_batches import FetchedCollate, FetchedSample
+from lightning_batchmem.batches.collate import FetchedCollate, FetchedSample
 from tests.helpers.samples import batches
 
 X = torch.arange(40.0)

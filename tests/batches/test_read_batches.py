@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_batchmem.batches.read_batches import BatchReader, padded_items, read_worst_batches
+from lightning_batchmem.batches.budget_batches import BatchReader, padded_items, read_worst_batches
 from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.budgets import MAKERS, Tokens, within_budget
 from tests.helpers.samples import pad
