@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from lightning_batchmem.plan.policy import ReadingPolicy
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleSizes:
     """Sizes of the samples that were measured, and bytes of the few of them that are available.
 
@@ -22,9 +22,9 @@ class SampleSizes:
     """
 
     # Every measured sample has a size: its bytes in a batch.
-    measured: list[float] = field(default_factory=list)
+    measured: list[float]
     # Bytes of the available samples in a batch.
-    sample_bytes: list[int] = field(default_factory=list)
+    sample_bytes: list[int]
     spread_count: int = 0
     # Whether the measured sizes differ.
     is_ragged: bool = False

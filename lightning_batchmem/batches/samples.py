@@ -267,49 +267,56 @@ def _indices_of_batches(loader: DataLoader[Any], most: int) -> list[Any]:
 def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
     """Read until there are enough samples, the time has passed, or all samples were read."""
     samples: list[Any] = []
-    sizes = SampleSizes()
+    sample_bytes: list[int] = []
+    sizes: list[float] = []
+    spread_count = 0
+    is_ragged = False
+    is_complete = False
+    scan_seconds = None
     start = time.monotonic()
     try:
         for num_read, measured in enumerate(reader, 1):
             for sent in measured.samples:
                 # The sample takes the place of the one that was the largest until now.
-                del samples[sizes.spread_count :]
-                del sizes.sample_bytes[sizes.spread_count :]
+                del samples[spread_count:]
+                del sample_bytes[spread_count:]
                 # The bytes are those of a child of this process.
                 sample = pickle.loads(sent) if reader.num_workers else copied(sent)  # noqa: S301
                 samples.append(sample)
-                sizes.sample_bytes.append(measured.batch_bytes)
-                sizes.spread_count += measured.is_spread
+                sample_bytes.append(measured.batch_bytes)
+                spread_count += measured.is_spread
             if num_read == 1:
                 # The time begins anew here, since the start of a worker may take longer than all
                 # samples.
                 start = time.monotonic()
             if measured.size is not None:
-                sizes.measured.append(measured.size)
-                sizes.is_ragged |= measured.size != sizes.measured[0]
+                sizes.append(measured.size)
+                is_ragged |= measured.size != sizes[0]
             seconds = time.monotonic() - start
             if seconds > measure.policy.scan_seconds:
-                sizes.scan_seconds = seconds
+                scan_seconds = seconds
                 break
-            if num_read >= _enough(measure, sizes, seconds):
+            if num_read >= _enough(measure, seconds, is_ragged=is_ragged):
                 break
         else:
-            sizes.is_complete = True
+            is_complete = True
     except RuntimeError as error:
-        if not sizes.measured or "DataLoader timed out" not in str(error):
+        if not sizes or "DataLoader timed out" not in str(error):
             raise
-        sizes.scan_seconds = time.monotonic() - start
+        scan_seconds = time.monotonic() - start
     finally:
         # The reset ends the worker now. The traceback of an error would keep it.
         CombinedLoader(reader).reset()
-    return samples, sizes
+    return samples, SampleSizes(
+        sizes, sample_bytes, spread_count, is_ragged, is_complete, scan_seconds
+    )
 
 
-def _enough(measure: SampleMeasure, sizes: SampleSizes, seconds: float) -> int:
+def _enough(measure: SampleMeasure, seconds: float, *, is_ragged: bool) -> int:
     """Number of samples after which no more are read."""
     policy = measure.policy
     if measure.worst_case == "typical":
         return policy.typical_samples
-    if measure.worst_case is not None or sizes.is_ragged:
+    if measure.worst_case is not None or is_ragged:
         return policy.max_sample_sizes
     return policy.equal_sizes if seconds > policy.equal_sizes_seconds else policy.equal_sizes_quick

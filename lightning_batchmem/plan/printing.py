@@ -107,6 +107,7 @@ def why_not_printed(what: str | Callable[[Console], object]) -> str:
         Why it could not be printed. It is empty if it was printed, or if nobody reads the pipe.
     """
     output = StandardOutput()
+    first: Exception | None = None
     try:
         console = Console(file=output)  # type: ignore[arg-type]
         if isinstance(what, str):
@@ -115,8 +116,8 @@ def why_not_printed(what: str | Callable[[Console], object]) -> str:
             what(console)
     # A notebook shows a text in its own way, which may fail in any.
     except Exception as error:  # noqa: BLE001
-        output.error = error
-    first = output.error
+        first = error
+    first = first or output.error
     if first is None or isinstance(first, BrokenPipeError):
         return ""
     return getattr(first, "strerror", None) or str(first) or type(first).__name__

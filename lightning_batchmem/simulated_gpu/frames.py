@@ -69,11 +69,9 @@ class Assumptions:
             tensor: the unknown values.
         """
         state = state_of(tensor)
-        if isinstance(state, Uniform):
-            # A backward pass uses the mask of the forward pass again.
-            if state.was_named:
-                return
-            state.was_named = True
+        # A backward pass uses the mask of the forward pass again.
+        if isinstance(state, Uniform) and not state.is_named_now():
+            return
         line = project_line()
         if (what, line) not in self._named:
             self._named.add((what, line))

@@ -51,6 +51,12 @@ class Uniform:
     # A shape was made of this mask, and the line is named.
     was_named: bool = False
 
+    def is_named_now(self) -> bool:
+        """Note that the line is named; False if it was before."""
+        is_first = not self.was_named
+        self.was_named = True
+        return is_first
+
 
 class Written:
     """The state of a storage whose bytes are the values of a real device."""

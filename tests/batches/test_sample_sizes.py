@@ -63,7 +63,7 @@ def test_the_largest_samples_together_are_a_batch_where_all_of_them_are_availabl
 ):
     """The samples that are missing were measured, but there was no room for them."""
     sizes = sizes_of(sample_bytes)
-    sizes.measured += missing
+    sizes.measured.extend(missing)
     choice = LongestSample(sizes, joins=True, has_largest=True)
     positions = choice.positions(count)
     largest = sorted(sizes.measured, reverse=True)[:count]
