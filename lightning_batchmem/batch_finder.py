@@ -130,6 +130,9 @@ class BatchFinder(Callback):
         >>> trainer = Trainer(callbacks=[finder], logger=False, enable_checkpointing=False)
     """
 
+    # Whether the device is a simulated one.
+    _is_simulated = False
+
     def __init__(
         self,
         *,
@@ -354,7 +357,14 @@ class BatchFinder(Callback):
                 f"BatchFinder cannot search, because {device.type} or its allocator counts"
                 " no peak memory. Set the batch size by hand."
             )
-        return TrainerSearch(trainer, device_memory, self.options, self.policy, self._run.ranks)
+        return TrainerSearch(
+            trainer,
+            device_memory,
+            self.options,
+            self.policy,
+            self._run.ranks,
+            is_simulated=self._is_simulated,
+        )
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:

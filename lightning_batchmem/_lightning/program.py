@@ -17,6 +17,7 @@ from lightning_batchmem._lightning.strategies import (
     steps_are_collective,
     without_synchronization,
 )
+from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.plan.records import Bound
 from lightning_batchmem.search.program import Program
 
@@ -45,21 +46,17 @@ class TrainerProgram(Program):
         begin_stage: Callable[[int], None],
     ) -> None:
         trainer = setting.trainer
-        self.trainer = trainer
         self.module = trainer.lightning_module
         self.device = trainer.strategy.root_device
         self.phases = clean_start.phases
         self.training = training
         self.evaluation = evaluation
-        self.clean_start = clean_start
-        self.setting = setting
-        self.sources = sources
-        self.bounds_of_stage = bounds_of_stage
-        self.begin_stage = begin_stage
-        self.all_steps = [steps for steps in (training, evaluation) if steps is not None]
-        # The workers of all these loaders are alive at the same time.
-        self.batches = [steps.batches for steps in self.all_steps]
-        self.loaders = self.all_steps[0].loaders
+        self._clean_start = clean_start
+        self._setting = setting
+        self._sources = sources
+        self._bounds = bounds_of_stage
+        self._begin_stage = begin_stage
+        self._all_steps = [steps for steps in (training, evaluation) if steps is not None]
         # The search itself accumulates at most two batches.
         if training is not None:
             self.accumulate_grad_batches = trainer.accumulate_grad_batches
@@ -68,35 +65,40 @@ class TrainerProgram(Program):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        return self.trainer.optimizers
+        return self._setting.trainer.optimizers
+
+    @property
+    def batches(self) -> list[ProbeBatches]:
+        """The batches of all steps, whose workers are alive at the same time."""
+        return [steps.batches for steps in self._all_steps]
 
     @property
     def notes(self) -> list[str]:
         return [
             f"{steps.loaders.hook}: {note}"
-            for steps in self.all_steps
+            for steps in self._all_steps
             for note in steps.batches.notes
         ]
 
     @property
     def largest_batch_bytes(self) -> int:
-        return self.clean_start.search_callback.largest_batch_bytes
+        return self._clean_start.search_callback.largest_batch_bytes
 
     def bounds(self) -> list[Bound]:
-        return self.bounds_of_stage
+        return self._bounds
 
     def avoided_sizes(self) -> set[int]:
         if self.training is None or not has_batch_norm(self.module):
             return set()
         return {
             size
-            for info in self.loaders.sized
+            for info in self._all_steps[0].loaders.sized
             for size in info.sizes_with_last_of_one()
             if info.may_end_smaller(size, self.batches_in_epoch(size))
         }
 
     def batches_in_epoch(self, batch_size: int) -> float:
-        return self.all_steps[0].batches_in_epoch(batch_size)
+        return self._all_steps[0].batches_in_epoch(batch_size)
 
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.batches)
@@ -110,20 +112,20 @@ class TrainerProgram(Program):
             batches.agree(sizes)
 
     def check_batch_size(self, batch_size: int) -> None:
-        self.setting.check_loaders(batch_size, self.loaders)
+        self._setting.check_loaders(batch_size, self._all_steps[0].loaders)
 
     def restart(self, batch_size: int) -> None:
-        self.clean_start.again()
-        for source in self.sources:
+        self._clean_start.again()
+        for source in self._sources:
             source.set_attributes_of_hook()
-        self.setting.write(batch_size)
-        self.begin_stage(batch_size)
+        self._setting.write(batch_size)
+        self._begin_stage(batch_size)
 
     def without_synchronization(self) -> AbstractContextManager[None]:
-        return without_synchronization(self.trainer)
+        return without_synchronization(self._setting.trainer)
 
     def checkpoint_states(self) -> list[object]:
-        if self.training is None or not self.clean_start.saves_checkpoints:
+        if self.training is None or not self._clean_start.saves_checkpoints:
             return []
         # A callback may make its state in a hook that has not run yet, or count its calls.
         return [self.module.state_dict(), *(optimizer.state for optimizer in self.optimizers)]

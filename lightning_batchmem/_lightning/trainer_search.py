@@ -51,6 +51,8 @@ from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
 from lightning_batchmem.state.snapshot import freeze
 
+_START_TEXT_SIMULATED = "BatchFinder: searching on a simulated GPU"
+
 # Loaders are requested at this size first. Small even sizes are constants in many projects, so a
 # request at one of them would not show whether a loader follows.
 _FIRST_REQUEST = 13
@@ -66,6 +68,8 @@ class TrainerSearch:
         options: the arguments of BatchFinder.
         policy: the numbers that steer the search.
         ranks: the processes that search together.
+        is_simulated: whether the device is a simulated one. The size of the project is rehearsed
+            there too.
     """
 
     trainer: Trainer
@@ -73,6 +77,7 @@ class TrainerSearch:
     options: SearchOptions
     policy: SearchPolicy
     ranks: Ranks
+    is_simulated: bool = False
 
     def __post_init__(self) -> None:
         trainer = self.trainer
@@ -93,8 +98,6 @@ class TrainerSearch:
         )
         self._first_size = options.first_size(self.policy)
         self._device = device_name(trainer.strategy.root_device)
-        # Whether the size of the project is rehearsed too.
-        self.rehearses_project_size = False
         if self._room.is_exceeded_by_option():
             rank_zero_warn(
                 f"memory_limit={options.memory_limit!r} is more than the device can provide,"
@@ -132,7 +135,7 @@ class TrainerSearch:
                     device=self._device,
                     parameters=parameters,
                     given_plan=given_plan,
-                    also_size=followed.project_size if self.rehearses_project_size else None,
+                    also_size=followed.project_size if self.is_simulated else None,
                 )
         wrap_again(self.trainer)
         step = optimizer_step(
@@ -351,6 +354,8 @@ class TrainerSearch:
     def _progress(self) -> SearchProgress:
         trainer = self.trainer
         is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        if self.is_simulated:
+            return SearchProgress(enabled=is_shown, start_text=_START_TEXT_SIMULATED)
         return SearchProgress(enabled=is_shown)
 
     def _search_of(self, program: TrainerProgram, progress: SearchProgress) -> BatchSizeSearch:

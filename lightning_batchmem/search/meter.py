@@ -1,19 +1,17 @@
-"""The meter of one trial: runs its steps, and reads live bytes, held bytes and times."""
+"""The meter of one trial: reads live bytes and held bytes, and keeps what each step used."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from lightning_batchmem.devices.base import DeviceMemory, PeakCounter
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.search.compiled import compiled_frames
-from lightning_batchmem.search.program import Program, Steps
+from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.readings import CallReading, StepReading
 
 
@@ -32,7 +30,7 @@ def other_bytes_at_start(program: Program, device: DeviceMemory) -> int:
 
 
 class TrialMeter:
-    """Runs the steps of one trial, and keeps a reading of each.
+    """Reads the steps of one trial, and keeps a reading of each.
 
     It is made after the restart of the program, so that it knows nothing of other trials.
 
@@ -72,7 +70,7 @@ class TrialMeter:
         self.start_bytes = self._live_bytes()
         self.fixed_bytes = 0
         self.has_idle_optimizer = False
-        self._before_step = before_step
+        self.before_step = before_step
         self._frames_before = compiled_frames()
         # Whether every optimizer has its state.
         self._is_warm = False
@@ -82,61 +80,36 @@ class TrialMeter:
         """Whether a step of this trial was compiled by ``torch.compile``."""
         return compiled_frames() > self._frames_before
 
-    def run_step(
-        self,
-        steps: Steps,
-        batch_size: int,
-        number: int,
-        calls: int,
-        *,
-        other_lengths: bool = False,
-        has_peaks: bool = True,
-        has_times: bool = False,
-        counter: LiveStorages | None = None,
-    ) -> StepReading:
-        """Run one full step, and return what it used.
+    def begin_call(self, first_phase: str, counter: LiveStorages | None) -> None:
+        """Begin to read a call of ``Steps.run``, and the making of its batch.
 
         Args:
-            steps: the steps of the program, which have begun.
-            batch_size: samples in each batch.
-            number: the number of the full step since they have begun.
-            calls: calls of ``steps.run`` to a full step.
-            other_lengths: whether its batches have samples of other sizes.
-            has_peaks: whether its peaks are peaks of the trial.
-            has_times: whether its times are times of the trial.
+            first_phase: the phase in which it begins.
             counter: the dispatch mode in which it runs; ``None``: the device is read.
         """
-        is_primary = steps is self.program.primary
-        is_repeated = self._is_warm and any(
+        device_counter = self.live if isinstance(self.live, RequestedBytes) else self.device
+        self.program.phases.read_from(counter or device_counter)
+        self.program.phases.start(first_phase)
+
+    def end_call(self, seconds: float, counter: LiveStorages | None) -> CallReading:
+        """Return what a call used, which took these seconds."""
+        phases = self.program.phases
+        peaks = phases.stop()
+        held_bytes = None
+        if counter is None:
+            held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
+            held_bytes -= _sample_bytes(self.program, self.device)
+        return CallReading(peaks, held_bytes, seconds, bool(phases.stepped))
+
+    def repeats(self, batch_size: int, *, is_primary: bool) -> bool:
+        """Whether such a step was run before, and every optimizer has its state."""
+        return self._is_warm and any(
             (one.is_primary, one.batch_size) == (is_primary, batch_size) for one in self.readings
         )
-        self._before_step()
-        before = self.device.counters()
-        after = before
-        readings: list[CallReading] = []
-        try:
-            for call in range(calls):
-                index = number * calls + call
-                make_batch = partial(
-                    steps.make_batch, batch_size, index, other_lengths=other_lengths
-                )
-                readings.append(self._run_call(steps, make_batch, counter))
-            after = self.device.counters()
-        finally:
-            # The readings of the calls before an error are kept.
-            reading = StepReading(
-                is_primary,
-                batch_size,
-                tuple(readings),
-                is_complete=len(readings) == calls,
-                has_peaks=has_peaks,
-                has_times=has_times and is_primary,
-                is_repeated=is_repeated,
-                allocator_retries=_increase("num_alloc_retries", before, after),
-                caught_errors=_increase("num_ooms", before, after),
-            )
-            self.readings.append(reading)
-        return reading
+
+    def keep(self, reading: StepReading) -> None:
+        """Keep the reading of a full step."""
+        self.readings.append(reading)
 
     def end_warm_up(self, *, all_have_stepped: bool) -> None:
         """Take the next steps for steady ones."""
@@ -175,40 +148,9 @@ class TrialMeter:
         self.live.track(tensors_in([p.grad for p in self.program.module.parameters()]))
         return self.live
 
-    @property
-    def _device_counter(self) -> PeakCounter:
-        """Counts the peaks of steps that do not run in a dispatch mode."""
-        return self.live if isinstance(self.live, RequestedBytes) else self.device
-
     def _live_bytes(self) -> int:
         """Live bytes at this moment; held bytes where live bytes cannot be counted."""
         return (self.live or self.device).current().allocated_bytes
-
-    def _run_call(
-        self, steps: Steps, make_batch: Callable[[], None], counter: LiveStorages | None
-    ) -> CallReading:
-        phases = self.program.phases
-        phases.read_from(counter or self._device_counter)
-        phases.start(steps.first_phase)
-        # Loader workers make the batches of a training while the device computes.
-        make_batch()
-        # A loop may make its batch on the device, which works on it while the host goes on.
-        self.device.synchronize()
-        begin = time.perf_counter()
-        steps.run()
-        self.device.synchronize()
-        seconds = time.perf_counter() - begin
-        peaks = phases.stop()
-        held_bytes = None
-        # In a step whose live bytes are counted, counting takes memory itself.
-        if counter is None:
-            held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
-            held_bytes -= _sample_bytes(self.program, self.device)
-        return CallReading(peaks, held_bytes, seconds, bool(phases.stepped))
-
-
-def _increase(name: str, before: dict[str, int], after: dict[str, int]) -> int:
-    return after.get(name, 0) - before.get(name, 0)
 
 
 def _module_counter(program: Program, other_bytes: int) -> LiveStorages:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import ClassVar
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
@@ -13,22 +12,28 @@ from lightning_batchmem.plan.fit import fit_memory
 from lightning_batchmem.plan.printing import StandardOutput
 from lightning_batchmem.plan.records import NextSize, Trial, counted, mib
 
+START_TEXT = (
+    "BatchFinder: searching for a batch size. A training without BatchFinder (callbacks,"
+    " LIGHTNING_BATCHMEM) starts at once."
+)
+"""What is printed at the start of a search that is not shown on a terminal."""
+
 
 class SearchProgress(Progress):
     """A line with the time, and the trial and the step that run; it ends with the number of trials.
 
     Without a terminal only ``start_text`` and this end are printed.
 
-    Attributes:
-        start_text: what is printed there at the start, because a search may take minutes.
+    Args:
+        enabled: whether anything is shown.
+        start_text: what is printed at the start, because a search may take minutes.
+        console: where it is shown; ``None``: the standard output.
     """
 
-    start_text: ClassVar[str] = (
-        "BatchFinder: searching for a batch size. A training without BatchFinder (callbacks,"
-        " LIGHTNING_BATCHMEM) starts at once."
-    )
-
-    def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, *, enabled: bool, start_text: str = START_TEXT, console: Console | None = None
+    ) -> None:
+        self._start_text = start_text
         # What changes comes first, because a narrow terminal cuts off the end.
         text = "BatchFinder: {task.elapsed:.0f} s, {task.description}"
         # Where it is disabled, rich 13.7 still prints an empty line at the end.
@@ -44,7 +49,7 @@ class SearchProgress(Progress):
         """Begin the line."""
         console = self.console
         if not (self.disable or console.is_terminal or console.is_jupyter):
-            console.print(self.start_text, highlight=False, soft_wrap=True)
+            console.print(self._start_text, highlight=False, soft_wrap=True)
         super().start()
 
     def __exit__(

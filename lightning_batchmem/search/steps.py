@@ -120,16 +120,45 @@ class ConsecutiveSteps:
         counter: LiveStorages | None = None,
     ) -> StepReading:
         """Run one full step; the meter keeps its reading too."""
-        if counter is None and isinstance(self._meter.live, LiveStorages):
-            # Live bytes are counted in steps of their own.
-            has_peaks = False
-        return self._meter.run_step(
-            self._steps,
-            self._batch_size,
-            number,
-            self._calls,
-            other_lengths=other_lengths,
-            has_peaks=has_peaks,
-            has_times=has_times,
-            counter=counter,
-        )
+        meter = self._meter
+        steps = self._steps
+        is_primary = steps is meter.program.primary
+        is_repeated = meter.repeats(self._batch_size, is_primary=is_primary)
+        # Where a dispatch mode counts live bytes, only steps in it have the peaks of the trial.
+        is_counted_apart = counter is None and isinstance(meter.live, LiveStorages)
+        meter.before_step()
+        before = meter.device.counters()
+        after = before
+        calls = []
+        try:
+            for call in range(self._calls):
+                index = number * self._calls + call
+                meter.begin_call(steps.first_phase, counter)
+                # Loader workers make the batches of a training while the device computes.
+                steps.make_batch(self._batch_size, index, other_lengths=other_lengths)
+                # A loop may make its batch on the device, which works on it while the host goes on.
+                meter.device.synchronize()
+                begin = time.perf_counter()
+                steps.run()
+                meter.device.synchronize()
+                calls.append(meter.end_call(time.perf_counter() - begin, counter))
+            after = meter.device.counters()
+        finally:
+            # The readings of the calls before an error are kept.
+            reading = StepReading(
+                is_primary,
+                self._batch_size,
+                tuple(calls),
+                is_complete=len(calls) == self._calls,
+                has_peaks=has_peaks and not is_counted_apart,
+                has_times=has_times and is_primary,
+                is_repeated=is_repeated,
+                allocator_retries=_increase("num_alloc_retries", before, after),
+                caught_errors=_increase("num_ooms", before, after),
+            )
+            meter.keep(reading)
+        return reading
+
+
+def _increase(name: str, before: dict[str, int], after: dict[str, int]) -> int:
+    return after.get(name, 0) - before.get(name, 0)

@@ -18,13 +18,11 @@ from lightning_batchmem._lightning.strategies import (
     exchange_on_host,
     trains_in_other_processes,
 )
-from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
-from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 # The process ends after its search, so nobody needs its weights and its data again. Small buffers
@@ -41,10 +39,7 @@ _OF_CUDNN = (
 class SimulatedSearch(SearchOnly):
     """A search that rehearses the project's own size too."""
 
-    def _search_in(self, trainer: Trainer) -> TrainerSearch:
-        search = super()._search_in(trainer)
-        search.rehearses_project_size = True
-        return search
+    _is_simulated = True
 
 
 def trainer_of(target: str, arguments: Mapping[str, Any]) -> tuple[Trainer, Any, Any]:
@@ -90,7 +85,6 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     trainer = given["self"]
     _check_trainer(trainer)
     SavedStorages.largest_bytes = _LARGEST_SAVED_BYTES
-    SearchProgress.start_text = "BatchFinder: searching on a simulated GPU"
     exchange_on_host(trainer)
     notes = []
     if given.get("ckpt_path") is not None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_batchmem.search import meter as meter_module
+from lightning_batchmem.search import steps as steps_module
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
 from lightning_batchmem.search.steps import ConsecutiveSteps
 from tests.helpers.fake_program import FakeProgram
@@ -26,7 +26,7 @@ def test_the_time_of_a_step_begins_when_the_device_has_made_the_batch(meter, dev
             return call(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, noted)
-    monkeypatch.setattr(meter_module.time, "perf_counter", lambda: calls.append("clock") or 0.0)
+    monkeypatch.setattr(steps_module.time, "perf_counter", lambda: calls.append("clock") or 0.0)
     with ConsecutiveSteps(meter, steps, 2) as consecutive:
         consecutive.run(1)
     assert calls == ["make_batch", "synchronize", "clock", "run", "synchronize", "clock"]
@@ -40,8 +40,12 @@ def test_the_calls_before_an_error_are_kept(meter, device):
 
     meter.program.law = law
     steps = meter.program.primary
-    with ConsecutiveSteps(meter, steps, 2), pytest.raises(torch.OutOfMemoryError):
-        meter.run_step(steps, 2, 0, 4)
+    steps.begin = lambda batch_size: 4
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        ConsecutiveSteps(meter, steps, 2) as consecutive,
+    ):
+        consecutive.run(1)
     reading = meter.readings[-1]
     assert len(reading.calls) == 2
     assert not reading.is_complete

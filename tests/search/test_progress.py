@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from lightning_batchmem.plan.records import MIB, NextSize, Trial
-from lightning_batchmem.search.progress import SearchProgress
+from lightning_batchmem.search.progress import START_TEXT, SearchProgress
 
 
 def shown(console):
@@ -62,9 +62,7 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
         expected = [*on_terminal, "2 trials"] if terminal else ["2 trials"]
     assert shown(console) == expected
     # A log file has a sentence from the start, so that a long search does not look like a hang.
-    assert console.file.getvalue().startswith(SearchProgress.start_text) == (
-        enabled and not terminal
-    )
+    assert console.file.getvalue().startswith(START_TEXT) == (enabled and not terminal)
 
 
 def test_step_and_time_are_visible_at_80_columns():

@@ -36,10 +36,8 @@ def finders(monkeypatch):
 
     monkeypatch.setattr(simulated.SimulatedSearch, "search", search_at_once)
     monkeypatch.setattr(simulated, "_check_trainer", lambda trainer: None)
-    # Both are changed for a process that ends.
+    # It is changed for a process that ends.
     monkeypatch.setattr(SavedStorages, "largest_bytes", SavedStorages.largest_bytes)
-    progress = simulated.SearchProgress
-    monkeypatch.setattr(progress, "start_text", progress.start_text)
     return found
 
 
