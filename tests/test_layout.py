@@ -126,6 +126,90 @@ def test_sizes():
     assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 92_000
 
 
+# A reader keeps about ten fields in mind.
+MOST_FIELDS = 12
+RECORDS_WITH_MORE = {
+    # Tables of numbers, each with its own meaning and source.
+    "SearchPolicy",
+    "ReadingPolicy",
+    # A row of the table of a plan.
+    "Trial",
+}
+
+
+def fields_of(kind):
+    """Names that a class declares, or that its methods assign to ``self``."""
+    declared = {
+        node.target.id
+        for node in kind.body
+        if isinstance(node, ast.AnnAssign)
+        if isinstance(node.target, ast.Name) and "ClassVar" not in ast.unparse(node.annotation)
+    }
+    assigned = {
+        node.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if ast.unparse(node.value) == "self"
+    }
+    return declared | assigned
+
+
+def test_records_have_about_ten_fields_or_are_made_of_parts():
+    too_large = {
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and len(fields_of(node)) > MOST_FIELDS
+    }
+    assert too_large == RECORDS_WITH_MORE
+
+
+# Nobody assigns to an attribute of another object of the package. `_lightning/` assigns to those of
+# Lightning, and these files to those of torch, numpy, Lightning and Python.
+ASSIGNED = {
+    "batches/counted_batches.py": {"kind.fetch"},
+    "batches/sample_bytes.py": {"pickler.dispatch_table"},
+    "comparison.py": {"torch.backends.cudnn.benchmark"},
+    "devices/out_of_memory.py": {"error.__traceback__"},
+    "find.py": {"strategy.optimizers", "strategy.lr_scheduler_configs"},
+    "simulated_gpu/child.py": {
+        "sys.argv",
+        "kind.__init__",
+        "kind.fit",
+        "loader.exec_module",
+        "torch.backends.cudnn.enabled",
+        "torch._C._set_cudnn_enabled",
+        "type(torch.backends.cudnn).enabled",
+    },
+    "state/refill.py": {"array.shape", "array.flags.writeable"},
+    "state/saved_storages.py": {"leaf.grad", "leaf.data", "self.tensor.grad"},
+    # Users assign the policy too. The limit of the saved bytes is of a process that ends then.
+    "check.py": {"finder.policy"},
+    "simulated_gpu/search.py": {
+        "trainer.callbacks",
+        "finder.policy",
+        "SavedStorages.largest_bytes",
+    },
+    # A second way to make an object.
+    "batch_finder.py": {"finder._is_optional"},
+    "memory_profiler.py": {"profiler._is_optional", "profiler._options"},
+}
+
+
+def test_nobody_assigns_to_the_attributes_of_another_object():
+    found = {}
+    for path in FILES:
+        names = {
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            if ast.unparse(node.value) not in ("self", "cls")
+        }
+        if names and "_lightning" not in path.parts:
+            found[str(path.relative_to(PACKAGE))] = names
+    assert found == ASSIGNED
+
+
 def test_lightnings_private_attributes_are_touched_in_one_folder_only():
     found = []
     for path in FILES:

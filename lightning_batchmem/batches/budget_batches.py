@@ -203,8 +203,7 @@ class BudgetBatches:
         self.held_bytes = worst.held_bytes
         self._readings[budget] = worst.reading
         self.longest_bytes = self.longest_bytes or worst.reading.largest_bytes
-        if worst.reading.num_batches is not None:
-            self.info.counts[budget] = worst.reading.num_batches
+        self.info.learn(budget, worst.reading.num_batches)
 
     def smallest_useful_budget(self, budget: int, *, needs_two_samples: bool) -> int:
         """The budget, divided until a smaller one no longer makes smaller batches.
@@ -230,7 +229,7 @@ class BudgetBatches:
             budget, reading = smaller, smaller_reading
         if not self._has_changed():
             self._read(BUDGET_FACTOR * budget)
-            self.info.follows = self._has_changed()
+            self.info.learn(budget, None, follows=self._has_changed())
         self.longest_bytes = reading.largest_bytes
         return budget
 

@@ -70,6 +70,18 @@ class BudgetLoader:
                 lengths.append(sized_len(loader))
         return lengths[0] == lengths[1] and (lengths[0] or 0) > 1
 
+    def learn(self, batch_size: int, batches: int | None, *, follows: bool = True) -> None:
+        """Keep what reading its batches at a budget has shown.
+
+        Args:
+            batch_size: the budget.
+            batches: batches in an epoch; None if their end was not reached.
+            follows: whether the batches follow the budget.
+        """
+        if batches is not None:
+            self.counts[batch_size] = batches
+        self.follows = self.follows and follows
+
     def count(self, batch_size: int) -> bool:
         """Count the batches at a budget, if the loader has a length; whether this was new."""
         if batch_size in self.counts or not self.follows:
