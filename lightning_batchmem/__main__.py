@@ -26,6 +26,7 @@ from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import check_regular, read_small
+from lightning_batchmem.plan.options import object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
@@ -140,11 +141,7 @@ def compare(
     """
     _check_file(out)
     function = comparison.function_named(make)
-    chosen = (
-        None
-        if variants is None
-        else comparison.object_named(f"{make.partition(':')[0]}:{variants}")
-    )
+    chosen = None if variants is None else object_named(f"{make.partition(':')[0]}:{variants}")
     # As in find.
     compared = comparison.compare(
         function, chosen, base=trainer, verbose=False, search_on_resume=False, **options

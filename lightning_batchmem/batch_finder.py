@@ -30,9 +30,10 @@ from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, set_callbacks
+from lightning_batchmem._lightning.training_state import Later, later_function
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import begin_run
+from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text
 from lightning_batchmem.plan.options import (
     LearningRateScaling,
     Objective,
@@ -66,6 +67,7 @@ class BatchFinder(Callback):
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
         policy: the numbers that steer a search; assign another one before ``fit``.
         options: the arguments that steer it, checked.
+        later: the function that makes the hungriest state of the training; ``None`` for none.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
@@ -117,6 +119,14 @@ class BatchFinder(Callback):
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
             units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
             samplers, samplers or data sets. For loaders that form batches by tokens or lengths.
+        later: a function of the trainer and the module that makes the state of the training that
+            needs most memory, if it comes later than the first step: the final resolution, the
+            longest rollout, layers that a hook of the module unfreezes, a memory bank that is full.
+            It is called before the loaders are requested, and again before the steps of each size,
+            once the optimizers exist. What it changes is restored. Layers that a finetuning
+            callback of Lightning unfreezes need no function. A text ``"module:function"`` names
+            one. Where ranks start as new processes (``ddp_spawn``), a lambda cannot reach them. For
+            trainings that change.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -150,6 +160,7 @@ class BatchFinder(Callback):
         plan: Plan | str | Path | None = None,
         verbose: bool = False,
         budget: bool = False,
+        later: Later | str | None = None,
     ) -> None:
         super().__init__()
         self.plan: Plan | None = None
@@ -173,6 +184,7 @@ class BatchFinder(Callback):
                 f" {search_on_resume!r:.80}"
             )
         check_switches(verbose=verbose)
+        self.later: Later | None = later_function(later)
         self._search_on_resume = search_on_resume
         self._verbose = verbose
         check_plan(plan)
@@ -291,6 +303,13 @@ class BatchFinder(Callback):
     ) -> None:
         """Undo what ``setup`` or a search has left, when a run ends early."""
         self._run.fail(exception)
+        # The trainer sends its callbacks to ranks that start as new processes.
+        if self.later is not None and "pickle" in error_text(exception).lower():
+            add_note(
+                exception,
+                "BatchFinder: later= must be a named function of a module where ranks start as new"
+                " processes, because a lambda cannot reach them.",
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo the limit, and the size of an evaluation: the next ``fit`` starts without them."""
@@ -363,6 +382,7 @@ class BatchFinder(Callback):
             self.options,
             self.policy,
             self._run.ranks,
+            later=self.later,
             is_simulated=self._is_simulated,
         )
 

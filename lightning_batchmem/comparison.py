@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_batchmem._lightning.packages import in_every_package, lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import find_batch_size
+from lightning_batchmem.plan.options import object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Line
 from lightning_batchmem.plan.table import table_text
@@ -203,30 +202,6 @@ def function_named(target: str) -> Make:
         raise ValueError(f"make must be a function without arguments: {error}") from error
     function: Make = make
     return function
-
-
-def object_named(target: str) -> Any:
-    """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
-    module_name, _, name = target.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ValueError(f"a name must be MODULE:NAME, got {target!r}")
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that it imports may be missing.
-        if not module_name.startswith(str(error.name)):
-            raise
-        modules = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
-        raise ValueError(
-            f"{target} must name a module, got {module_name!r}; modules in {Path.cwd()}: {modules}"
-        ) from error
-    if not hasattr(module, name):
-        names = [key for key, value in vars(module).items() if not key.startswith("_")]
-        raise ValueError(
-            f"{target} must name an object of {module_name}, got {name!r}; it has:"
-            f" {', '.join(names)}"
-        )
-    return getattr(module, name)
 
 
 def is_one_device(devices: object) -> bool:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
@@ -715,28 +714,6 @@ def loader_that_stops(module):
     return loader(module.batch_size, collate_fn=lambda _: next(iter(())))
 
 
-class Unfreezes(BaseFinetuning):
-    """Freezes all layers or none before the training."""
-
-    def __init__(self, frozen):
-        super().__init__()
-        self.frozen = frozen
-
-    def freeze_before_training(self, pl_module):
-        self.freeze([layer for layer in pl_module.children() if self.frozen])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        self.make_trainable(pl_module.children())
-
-
-def test_a_callback_that_unfreezes_all_layers_in_the_first_epoch_is_refused(search, device):
-    with pytest.raises(
-        ValueError, match=r"got Unfreezes, which has frozen all.*\. In freeze_.*\.$"
-    ):
-        search(Lawful(device, law), Unfreezes(frozen=True))
-    assert search(Lawful(device, law), Unfreezes(frozen=False)).batch_size == FOUND
-
-
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
@@ -869,7 +846,7 @@ def test_the_first_request_of_a_loader_is_a_multiple(search, device):
     assert [trial.batch_size % 4 for trial in plan.trials].count(0) == len(plan.trials) > 1
 
 
-def test_a_step_of_the_search_is_at_most_ten_frames_below_the_hook(search, device):
+def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, device):
     depths = []
 
     class Traced(Lawful):
@@ -882,4 +859,4 @@ def test_a_step_of_the_search_is_at_most_ten_frames_below_the_hook(search, devic
 
     search(Traced(device, law))
     assert depths
-    assert max(depths) <= 10
+    assert max(depths) <= 11

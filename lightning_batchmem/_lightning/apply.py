@@ -34,7 +34,6 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
             "callbacks must have one BatchFinder or one BatchSizeFinder of Lightning, got both,"
             " which set the same batch size"
         )
-    _check_gradients(trainer, module)
     if options.target_batch_size is None:
         return
     if not module.automatic_optimization:
@@ -46,19 +45,6 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
         raise ValueError(
             "target_batch_size must be None with a GradientAccumulationScheduler, which sets it too"
         )
-
-
-def _check_gradients(trainer: Trainer, module: LightningModule) -> None:
-    """Raise a ValueError if gradients need a hook of a callback, which a search does not call."""
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        return
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, in_every_package("callbacks.BaseFinetuning")):
-            raise ValueError(
-                "a parameter must require gradients before the first epoch for BatchFinder, got"
-                f" {type(callback).__name__}, which has frozen all of them. In"
-                " freeze_before_training, do not freeze those that the first epoch trains."
-            )
 
 
 def check_step(module: LightningModule, name: str) -> None:

@@ -185,6 +185,7 @@ class CleanStart:
         self._device_memory = device_memory
         self._snapshot = snapshot
         self._undo = ExitStack()
+        self._prepare: Callable[[], None] = lambda: None
         self._users = _users_snapshot(trainer, snapshot)
         if not_restorable := [*snapshot.not_restorable, *self._users.not_restorable]:
             rank_zero_warn(
@@ -197,13 +198,24 @@ class CleanStart:
         self._snapshot.keep_sizes_of(loaders)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Enter the state, and restore everything at the end."""
+    def entered(self, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Enter the state, and restore everything at the end.
+
+        Args:
+            prepare: what comes before each request of loaders.
+        """
+        self._prepare = prepare
         with self._undo:
             self._enter()
+            prepare()
             yield
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
+
+    def again_for_loaders(self) -> None:
+        """Enter the state again in which loaders are requested."""
+        self.again()
+        self._prepare()
 
     def again(self) -> None:
         """Restore everything, drop gradients, release caches, and enter the state again."""

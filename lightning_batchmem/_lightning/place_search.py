@@ -79,7 +79,7 @@ def followed_setting(
         return FollowedSetting(setting, loaders, project_size)
     trials = PlaceTrials(setting, batch_size, clean_start, ranks)
     found = trials.found()
-    clean_start.again()
+    clean_start.again_for_loaders()
     project_size = found.size
     try:
         if isinstance(found.place, InHook):
@@ -143,7 +143,7 @@ class PlaceTrials:
         Raises:
             ValueError: if several attributes that are not linked make the loaders follow.
         """
-        self._clean_start.again()
+        self._clean_start.again_for_loaders()
         begin = time.monotonic()
         loaders, sizes = self._setting.loaders_of_project()
         # A hook may return a loader that is a global variable.
@@ -161,7 +161,7 @@ class PlaceTrials:
         for path in paths:
             if max(self._ranks.exchange(request_seconds)) > MOST_REQUEST_SECONDS:
                 break
-            self._clean_start.again()
+            self._clean_start.again_for_loaders()
             self.tried.append(path)
             begin = time.monotonic()
             follower = self._try(path, paths, max(sizes))

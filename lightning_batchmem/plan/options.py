@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -139,6 +141,30 @@ def check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r:.80}")
+
+
+def object_named(target: str) -> Any:
+    """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
+    module_name, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise ValueError(f"a name must be MODULE:NAME, got {target!r}")
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that it imports may be missing.
+        if not module_name.startswith(str(error.name)):
+            raise
+        modules = ", ".join(sorted(path.stem for path in Path.cwd().glob("*.py"))) or "none"
+        raise ValueError(
+            f"{target} must name a module, got {module_name!r}; modules in {Path.cwd()}: {modules}"
+        ) from error
+    if not hasattr(module, name):
+        names = [key for key, value in vars(module).items() if not key.startswith("_")]
+        raise ValueError(
+            f"{target} must name an object of {module_name}, got {name!r}; it has:"
+            f" {', '.join(names)}"
+        )
+    return getattr(module, name)
 
 
 def count_from(returned: Any) -> float | None:

@@ -196,6 +196,7 @@ _CHOSEN = {
     "reason": "reason",
     "fastest_batch_size": "fastest_batch_size",
     "largest_batch_size": "largest_batch_size",
+    "state": "state",
 }
 _STEP = {
     "accumulate_grad_batches": "accumulate_grad_batches",

@@ -282,6 +282,8 @@ class Chosen:
             if no step was timed.
         largest_batch_size: the largest size that fits, as far as it is known: a size that passed a
             rehearsal, or one that is predicted to fit.
+        state: the later state of the training that limits it, such as ``"with the layers that
+            BackboneFinetuning unfreezes"``; empty: the one in which the training starts.
     """
 
     batch_size: int
@@ -291,6 +293,7 @@ class Chosen:
     is_verified: bool = True
     fastest_batch_size: int | None = None
     largest_batch_size: int | None = None
+    state: str = ""
 
 
 @dataclass(frozen=True)

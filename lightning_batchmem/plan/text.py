@@ -128,6 +128,8 @@ def _known_sizes(plan: Plan) -> str:
     verified = _rehearsed_sizes(plan)
     rehearsed = "rehearsed" if plan.simulated else "verified"
     how_known = rehearsed if largest in verified else "predicted"
+    if plan.chosen.state:
+        how_known += f", {plan.chosen.state}"
     text = f"fits {plan.unit.number(largest)} ({how_known})"
     fastest = plan.fastest_batch_size
     if fastest is None:

@@ -174,6 +174,7 @@ def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -
         if options["objective"] != "memory":
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"
+        options["later"] = of_project[0].later
     finder = SimulatedSearch(**{**options, **given_options})
     if of_project:
         finder.policy = of_project[0].policy

@@ -1,0 +1,260 @@
+"""Sizes for the state of a training that needs most memory, which may come in a later epoch."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_batchmem import BatchFinder, factory
+from tests.helpers.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, quiet_trainer
+
+AVAILABLE = 500 * MIB
+FIXED = 99 * MIB
+FOUND = found_size(AVAILABLE, multiple_of=1)
+# The Trainer runs all epochs, so that a size that does not hold is an error of the fake device.
+EPOCHS = {"max_steps": -1, "max_epochs": 5, "limit_train_batches": 2}
+
+
+class Frozen(Lawful):
+    """A sample takes one MiB, and two more for each part of the backbone that is trained."""
+
+    def __init__(self, device_memory, parts=1):
+        super().__init__(device_memory, lambda count_bytes: count_bytes)
+        self.backbone = nn.Sequential(*(nn.Linear(1, 1) for _ in range(parts)))
+        self.needed = []
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        trained = sum(part.weight.requires_grad for part in self.backbone)
+        self.needed.append(FIXED + len(x) * (1 + 2 * trained) * MIB)
+        self.use(self.needed[-1])
+        return self.layer(self.backbone(x)).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.layer.parameters())
+
+
+class InSteps(BaseFinetuning):
+    """Unfreezes one more part of the backbone in each epoch from the second one on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if 0 < epoch <= len(pl_module.backbone):
+            self.unfreeze_and_add_param_group(pl_module.backbone[epoch - 1], optimizer)
+
+
+class FreezesAgain(InSteps):
+    """Trains the backbone in the third epoch only."""
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 2:
+            self.make_trainable(pl_module.backbone)
+        if epoch == 3:
+            self.freeze(pl_module.backbone)
+
+
+class All(InSteps):
+    """Freezes everything, and unfreezes it in the first epoch."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.children())
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        self.make_trainable(pl_module.children())
+
+
+class NeedsMetrics(InSteps):
+    """Decides with what only the training knows."""
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch > 0:
+            pl_module.trainer.callback_metrics["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("callback", "parts", "name"),
+    [
+        (lambda: BackboneFinetuning(unfreeze_backbone_at_epoch=2), 1, "BackboneFinetuning"),
+        (InSteps, 1, "InSteps"),
+        (InSteps, 3, "InSteps"),
+        (FreezesAgain, 1, "FreezesAgain"),
+    ],
+)
+def test_the_size_holds_when_layers_are_unfrozen(search, device, callback, parts, name):
+    module = Frozen(device, parts)
+    sizes = Sizes()
+    plan = search(module, callback(), sizes, **EPOCHS)
+    per_sample = 1 + 2 * parts
+    assert 0.8 * FOUND / per_sample <= plan.batch_size <= FOUND / per_sample
+    assert sizes.seen == {plan.batch_size}
+    assert max(module.needed) == FIXED + plan.batch_size * per_sample * MIB
+    assert plan.verified
+    assert plan.chosen.state == f"with the layers that {name} unfreezes"
+    assert f"(verified, with the layers that {name} unfreezes)" in " ".join(str(plan).split())
+
+
+def test_a_callback_that_unfreezes_everything_in_the_first_epoch_needs_no_later_state(
+    search, device
+):
+    plan = search(Frozen(device), All(), **EPOCHS)
+    assert FOUND / 3 * 0.8 <= plan.batch_size <= FOUND / 3
+    assert plan.chosen.state == ""
+
+
+def test_a_callback_that_cannot_be_asked_before_the_training_is_a_warning(search, device):
+    with pytest.warns(UserWarning, match=r"as NeedsMetrics will do in epoch 1 \(KeyError"):
+        plan = search(Frozen(device), NeedsMetrics(), max_steps=1)
+    assert plan.batch_size == FOUND
+
+
+# --- states that the user makes
+
+
+class Images(Lawful):
+    """Images that grow from epoch to epoch; a sample takes a MiB for each pixel."""
+
+    def __init__(self, device_memory, pixels=(1, 2, 4)):
+        super().__init__(device_memory, lambda count_bytes: count_bytes)
+        self.pixels = pixels
+        self.resolution = pixels[0]
+        self.seen = set()
+        self.needed = []
+
+    def on_train_epoch_start(self):
+        self.resolution = self.pixels[min(self.current_epoch, len(self.pixels) - 1)]
+
+    def train_dataloader(self):
+        self.images = TensorDataset(torch.zeros(SAMPLES, self.resolution))
+        return DataLoader(self.images, batch_size=self.batch_size)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.seen.add(x.shape[1])
+        self.needed.append(FIXED + x.numel() * MIB)
+        self.use(self.needed[-1])
+        return self.layer(x[:, :1]).mean()
+
+
+def last_resolution(trainer, module):
+    module.resolution = module.pixels[-1]
+
+
+def test_samples_and_sizes_are_those_of_the_later_state(search, device):
+    module = Images(device)
+    sizes = Sizes()
+    plan = search(
+        module,
+        sizes,
+        options={"later": last_resolution},
+        reload_dataloaders_every_n_epochs=1,
+        **EPOCHS,
+    )
+    assert 0.8 * FOUND / 4 <= plan.batch_size <= FOUND / 4
+    assert sizes.seen == {plan.batch_size}
+    assert max(module.needed) == FIXED + plan.batch_size * 4 * MIB
+    assert plan.chosen.state == "in the state that later= makes"
+    # The training begins as without a search.
+    assert module.seen == {1, 2, 4}
+    assert next(iter(module.needed)) == FIXED + plan.batch_size * MIB
+
+
+def test_a_state_at_the_start_that_needs_more_limits_the_size(search, device):
+    module = Images(device, pixels=(4, 2, 1))
+    sizes = Sizes()
+    plan = search(module, sizes, options={"later": last_resolution}, **EPOCHS)
+    assert 0.8 * FOUND / 4 <= plan.batch_size <= FOUND / 4
+    assert sizes.seen == {plan.batch_size}
+    assert plan.verified
+    note = (
+        "The state in which the training starts limits the size: in the state that later= makes,"
+        f" {FOUND} samples fit."
+    )
+    assert note in plan.notes
+
+
+class Bank(Lawful):
+    """Keeps a MiB for each sample of the last 20 steps."""
+
+    def __init__(self, device_memory):
+        super().__init__(device_memory, lambda count_bytes: count_bytes)
+        self.kept = []
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.kept = [*self.kept, len(x)][-20:]
+        self.use(FIXED + (len(x) + sum(self.kept)) * MIB)
+        return self.layer(x).mean()
+
+
+def fill(trainer, module):
+    module.kept = [module.batch_size] * 20
+
+
+def test_a_bank_that_is_full(search, device):
+    sizes = Sizes()
+    plan = search(Bank(device), sizes, options={"later": fill}, max_steps=30)
+    room = AVAILABLE * 95 // 100 - FIXED
+    assert 0.8 * FOUND / 21 <= plan.batch_size <= room / MIB / 21
+    assert sizes.seen == {plan.batch_size}
+
+
+def test_an_error_of_the_function_names_it(search, device):
+    def failing(trainer, module):
+        raise KeyError("resolution")
+
+    with pytest.raises(KeyError) as error:
+        search(Images(device), options={"later": failing})
+    assert error.value.__notes__ == ["BatchFinder called the function that later= names."]
+
+
+def test_a_later_that_is_not_a_function_is_refused():
+    with pytest.raises(ValueError, match="later must be a function of the trainer"):
+        BatchFinder(later=10)
+    with pytest.raises(ValueError, match=r"it has: .*last_resolution"):
+        BatchFinder(later=f"{__name__}:resolution")
+
+
+def test_a_text_names_the_function():
+    finder = BatchFinder(later=f"{__name__}:last_resolution")
+    assert finder.later is last_resolution
+    assert factory.parse_options(["later=a.b:c"]) == {"later": "a.b:c"}
+
+
+def test_a_lambda_cannot_reach_new_processes():
+    trainer = quiet_trainer(
+        BatchFinder(later=lambda *_: None), strategy="ddp_spawn", devices=2, max_steps=1
+    )
+    with pytest.raises(Exception, match="pickle") as error:
+        trainer.fit(BoringModel())
+    assert "a lambda cannot reach them" in error.value.__notes__[0]
+
+
+# --- frozen parameters that nothing is known about
+
+
+class Adapted(Frozen):
+    """A frozen backbone; the optimizer has all parameters, or those that are trained."""
+
+    def __init__(self, device_memory, *, has_all):
+        super().__init__(device_memory)
+        self.has_all = has_all
+        self.backbone.requires_grad_(False)
+
+    def configure_optimizers(self):
+        parameters = self.parameters()
+        return torch.optim.Adam(p for p in parameters if p.requires_grad or self.has_all)
+
+
+@pytest.mark.parametrize(
+    ("has_all", "options", "is_noted"),
+    [(True, {}, True), (False, {}, False), (True, {"later": lambda *_: None}, False)],
+)
+def test_frozen_parameters_of_an_optimizer_are_a_note(search, device, has_all, options, is_noted):
+    plan = search(Adapted(device, has_all=has_all), options=options)
+    assert plan.batch_size == FOUND
+    note = "2 of 4 parameters are frozen. If they are unfrozen later, pass later=."
+    assert (note in plan.notes) == is_noted
