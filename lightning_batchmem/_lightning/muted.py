@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -22,99 +24,108 @@ from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES
 # Steps may change objects of these types in place.
 _STATE = (Tensor, np.ndarray, *RANDOM_GENERATORS)
 
+# A class that Python code has defined; PyType_GetFlags in the documentation of CPython's C API.
+_HEAP_TYPE = 1 << 9
+
 _READ_FROM_EXPERIMENTS = (str, bytes, int, float, Path, list, tuple, set, dict)
 
 
 def muted_callback(callback: Callback) -> Any:
     """A callback that reads like ``callback``, and whose hooks do nothing."""
     hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
-    # A progress bar has the last three.
-    muted = _muted(callback, [*hooks, "load_state_dict", "print", "enable", "disable"])
     # Lightning reads it at every hook, and a step should not take longer than in training.
-    vars(muted)["state_key"] = value_or_none(
-        "The state_key of a callback", getattr, callback, "state_key"
-    )
-    return muted
+    key = value_or_none("The state_key of a callback", getattr, callback, "state_key")
+    # A progress bar has the last three.
+    silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
+    return _muted(callback, silent, state_key=key)
 
 
 def muted_logger(logger: Logger) -> Any:
     """A logger that reads like ``logger``, and whose methods do nothing."""
-    if isinstance(logger, Muted):
-        return logger
     kind = type(logger)
-    methods = [name for name in dir(kind) if name[0] != "_" and _is_callable(kind, name)]
-    muted = _muted(logger, methods)
-    # The property of the logger would make files.
-    vars(muted)["experiment"] = MutedExperiment(attributes_of(logger).get("_experiment"))
-    return muted
+    methods = [
+        name
+        for name in dir(kind)
+        # A descriptor of the class may raise any error.
+        if name[0] != "_" and callable(value_or_none("A class of the project", getattr, kind, name))
+    ]
+    return _muted(logger, methods, experiment=cached_property(_muted_experiment))
 
 
 def muted_profiler(profiler: Profiler) -> Any:
     """A profiler that reads like ``profiler``, and records nothing."""
-    if isinstance(profiler, Muted):
-        return profiler
     methods = [name for name in dir(Profiler) if name[0] != "_"]
-    muted = _muted(profiler, methods)
     # Lightning calls it at every hook.
-    vars(muted)["profile"] = PassThroughProfiler().profile
-    return muted
+    return _muted(profiler, methods, profile=PassThroughProfiler().profile)
 
 
-def _muted(owner: object, silent: Iterable[str]) -> Any:
-    """A proxy whose class has the name and the special methods of the owner's class.
+def _muted(owner: object, silent: Iterable[str], **instead: object) -> Any:
+    """An object of a subclass that reads like ``owner``, which does not change.
 
-    Python looks these up in the class of an object, and a step may read the name.
-    """
-    kind = type(owner)
-    special = {
-        name: getattr(kind, name)
-        for name in dir(kind)
-        if name.startswith("__") and name not in (*dir(Muted), "__del__")
-        if _is_callable(kind, name)
-    }
-    return type(kind.__name__, (Muted,), special)(owner, silent)
-
-
-def _is_callable(kind: type, name: str) -> bool:
-    """Whether an attribute of a class can be called; a descriptor of it may raise any error."""
-    return callable(value_or_none("A class of the project", getattr, kind, name))
-
-
-class Muted:
-    """Reads like an object of the project, which does not change.
-
-    Methods run on copies of its containers, tensors and random generators.
+    Its methods are those that the owner has, but they read and change copies of the owner's
+    containers, tensors and random generators.
 
     Args:
         owner: the object.
         silent: names of methods that do nothing.
+        **instead: attributes of the subclass, instead of those that the owner has.
     """
+    kind = type(owner)
+    if issubclass(kind, Muted):
+        return owner
+    slots = [
+        name
+        for base in kind.__mro__
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType)
+    ]
+    namespace: dict[str, Any] = {
+        # Most attributes are not read, so they are not copied: averaged weights for example.
+        **{
+            name: cached_property(partial(_copy_of, name))
+            for name in (*slots, *attributes_of(owner))
+        },
+        **dict.fromkeys(silent, _nothing),
+        **instead,
+    }
+    # A metaclass of the project may register what it makes, and so may its own __new__.
+    muted_kind = type.__new__(type(kind), kind.__name__, (Muted, kind), namespace)
+    built_in: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    muted = built_in.__new__(muted_kind)
+    object.__setattr__(muted, "_muted_owner", owner)
+    return muted
 
-    def __init__(self, owner: object, silent: Iterable[str]) -> None:
-        vars(self).update(dict.fromkeys(silent, _nothing), _muted_owner=owner)
+
+def _copy_of(name: str, muted: Any) -> Any:
+    return _copied_tree(object.__getattribute__(muted._muted_owner, name))
+
+
+class Muted:
+    """The first base of the class of a muted object, before the class of its owner."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Keep the class out of the registries of the project."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The class of the owner, for ``isinstance``."""
+        """The class of the owner: a step may compare it."""
         return type(self._muted_owner)
 
+    # The project may count what is read, or refuse what is set.
+    __getattribute__ = object.__getattribute__
+    __setattr__ = object.__setattr__
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            # ``copy.copy`` looks for special methods before the copy has an owner.
+        """What the owner makes when it is read, as a mock does."""
+        # ``copy.copy`` looks for special methods before the copy has an owner.
+        if name.startswith("__") or name == "_muted_owner":
             raise AttributeError(name)
-        owner = vars(self)["_muted_owner"]
-        attributes = vars(owner)
-        if name in attributes:
-            value = vars(self)[name] = _copied_tree(attributes[name])
-            return value
-        kind = type(owner)
-        in_classes = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
-        if not in_classes:
-            # The owner makes this attribute when it is read, as a mock does.
-            return _readable(getattr(owner, name))
-        value = in_classes[0]
-        # Methods and properties read and change this object instead of the owner.
-        return value.__get__(self, kind) if hasattr(value, "__get__") else value
+        return _readable(getattr(self._muted_owner, name))
+
+    def __del__(self) -> None:
+        """Do not call the method of the owner."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -143,7 +154,8 @@ def _copied(value: Any) -> Any:
 class MutedExperiment:
     """Accepts any chain of attributes, calls and items, and does nothing.
 
-    Numbers, texts and containers are those of the experiment of a logger.
+    Numbers, texts and containers are those of the experiment of a logger. The dummy of Lightning
+    has none, and a step that computes with them would fail.
     """
 
     def __init__(self, target: Any = None) -> None:
@@ -152,35 +164,25 @@ class MutedExperiment:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the experiment, for ``isinstance``."""
-        target = vars(self)["_target"]
-        return MutedExperiment if target is None else type(target)
+        return MutedExperiment if self._target is None else type(self._target)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _readable(getattr(vars(self)["_target"], name, None))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        pass
+        return _readable(getattr(self._target, name, None))
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return MutedExperiment()
 
     def __getitem__(self, key: Any) -> Any:
-        target = vars(self)["_target"]
-        return _readable(target.get(key) if hasattr(target, "get") else None)
-
-    def __setitem__(self, key: Any, value: object) -> None:
-        pass
+        return _readable(self._target.get(key) if hasattr(self._target, "get") else None)
 
     # Without it Python would request items without an end.
     def __iter__(self) -> Iterator[Any]:
-        target = vars(self)["_target"]
-        return iter(list(target) if hasattr(target, "__iter__") else ())
+        return iter(list(self._target) if hasattr(self._target, "__iter__") else ())
 
     def __len__(self) -> int:
-        target = vars(self)["_target"]
-        return len(target) if hasattr(target, "__len__") else 0
+        return len(self._target) if hasattr(self._target, "__len__") else 0
 
     def __bool__(self) -> bool:
         return True
@@ -191,8 +193,12 @@ class MutedExperiment:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    __setattr__ = __setitem__ = __exit__ = _nothing
+
+
+def _muted_experiment(muted: Any) -> MutedExperiment:
+    """The experiment that a logger has by now; its property would make one, with files."""
+    return MutedExperiment(attributes_of(muted._muted_owner).get("_experiment"))
 
 
 def _readable(value: Any) -> Any:

@@ -35,7 +35,7 @@ class Keeper(Callback):
         self.calls.append("hook")
 
     def __del__(self):
-        self.calls.append("deleted")
+        self.average.requires_grad_(False)
 
     def add(self, value):
         self.queue.append(value)
@@ -47,8 +47,11 @@ def test_a_callback_is_read_and_does_not_change():
     keeper = Keeper()
     muted = muted_callback(keeper)
     assert isinstance(muted, Keeper)
+    assert muted.__class__ is Keeper
     assert (type(muted).__name__, muted.state_key) == ("Keeper", keeper.state_key)
     muted.on_train_batch_end(None, None, None, None, 0)
+    # What no step reads takes no memory.
+    assert "table" not in vars(muted)
     muted.add(5)
     assert (muted.queue, muted.table.tolist(), muted.count) == ([1, 5], [5, 5], 5)
     assert (keeper.queue, keeper.table.tolist(), hasattr(keeper, "count")) == ([1], [0, 0], False)
@@ -61,6 +64,7 @@ def test_a_callback_is_read_and_does_not_change():
     assert keeper.graph.tolist() == [0, 0]
     del muted
     assert keeper.calls == []
+    assert keeper.average.weight.requires_grad
 
 
 def test_hooks_of_an_instance_do_nothing_either():
@@ -211,3 +215,83 @@ def test_a_container_that_contains_itself_is_shared():
     callback = Keeper()
     callback.queue.append(callback.queue)
     assert muted_callback(callback).queue[0] == 1
+
+
+class Slotted(Callback):
+    __slots__ = ("queue", "unset")
+    started = False
+
+    def __init__(self):
+        self.queue = [1]
+        self.started = True
+
+    def __eq__(self, other):
+        return isinstance(other, Slotted) and self.queue == other.queue
+
+    __hash__ = Callback.__hash__
+
+
+def test_slots_and_attributes_that_hide_those_of_the_class():
+    callback = Slotted()
+    muted = muted_callback(callback)
+    assert muted.started
+    assert muted == callback
+    muted.queue.append(2)
+    assert (muted.queue, callback.queue) == ([1, 2], [1])
+    assert not hasattr(muted, "unset")
+    muted.unset = 3
+    assert (muted.unset, hasattr(callback, "unset")) == (3, False)
+
+
+REGISTERED = []
+
+
+class Registering(type):
+    def __init__(cls, *_, **__):
+        REGISTERED.append("metaclass")
+
+
+class Careful(Callback, metaclass=Registering):
+    """Registers its subclasses and objects, and what is read and set."""
+
+    def __init_subclass__(cls, *, name):
+        REGISTERED.append(name)
+
+    def __new__(cls):
+        REGISTERED.append("object")
+        return super().__new__(cls)
+
+    def __getattribute__(self, name):
+        REGISTERED.append(name)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name, value):
+        REGISTERED.append(name)
+        super().__setattr__(name, value)
+
+
+class Registered(Careful, name="registered"):
+    def __init__(self):
+        self.count = 1
+
+
+def test_nothing_is_registered():
+    callback = Registered()
+    muted_callback(callback)
+    REGISTERED.clear()
+    muted = muted_callback(callback)
+    muted.count += 1
+    assert muted.count == 2
+    # The owner is read, as without the search.
+    assert not {"registered", "metaclass", "object"} & {*REGISTERED}
+    assert REGISTERED.count("count") == 0
+    assert callback.count == 1
+
+
+class Table(dict, Callback):
+    """Python makes its objects in another way."""
+
+
+@pytest.mark.parametrize("mute", [muted_callback, muted_profiler])
+def test_a_base_that_is_built_in(mute):
+    assert isinstance(mute(Table(a=1)), Table)
