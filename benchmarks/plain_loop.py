@@ -1,4 +1,4 @@
-"""Sizes of a loop without a Trainer, next to those of a Trainer with the same network.
+"""Sizes of a loop without a Trainer, next to the sizes of a Trainer with the same network.
 
     python -m benchmarks.plain_loop
     python -m benchmarks.plain_loop --only "small CNN" --repeats 1

@@ -41,7 +41,7 @@ _NAMES = {
 
 
 def __dir__() -> list[str]:
-    """The public names too, of which none is imported before it is used."""
+    """The public names too; none is imported before it is used."""
     return sorted({*globals(), *__all__})
 
 

@@ -16,7 +16,6 @@ from lightning_batchmem._lightning.apply import (
     check_training,
     start_without_search,
 )
-from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan
 from lightning_batchmem._lightning.clean_start import project_snapshot
 from lightning_batchmem._lightning.data_source import (
     discard_train_loader,
@@ -267,8 +266,8 @@ class BatchFinder(Callback):
             setting.check_budget()
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer)
-            # The plan with which a resumed run continues without a search.
-            saved_plan: CheckpointPlan | None = None
+            # A resumed run continues with it, without a search.
+            saved_plan = None
             if run.checkpoint and self._search_on_resume is not True:
                 saved_plan = search.plan_in(
                     run.checkpoint, may_search_again=self._search_on_resume == "if_changed"
@@ -338,35 +337,34 @@ class BatchFinder(Callback):
             )
 
     def _evaluation(self, trainer: Trainer, module: LightningModule) -> None:
-        """Search before an evaluation, which starts without a search if that fails."""
-        with self._run.warned_of_error():
-            self._run.raise_refusal()
-            self._search_for_evaluation(trainer, module)
-
-    def _search_for_evaluation(self, trainer: Trainer, module: LightningModule) -> None:
-        """Search with forward passes, where the loaders of the stage follow the batch size."""
-        source = stage_source(trainer)
+        """Search with forward passes before an evaluation whose loaders follow the batch size."""
+        run = self._run
         options = self.options
-        if getattr(trainer, f"limit_{source.stage}_batches") == 0:
-            return
-        check_step(module, "validation_step" if source.stage == "val" else f"{source.stage}_step")
-        setting = batch_size_setting(
-            trainer, module, source, options.batch_arg_name, is_budget=options.budget
-        )
-        plan = None
-        if setting.place.exists:
-            with self._run.ranks.fail_together():
-                plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
-        if plan is None:
-            rank_zero_info(
-                f"BatchFinder leaves {source.hook} unchanged: no loader follows `{setting.name}`"
+        with run.warned_of_error():
+            run.raise_refusal()
+            source = stage_source(trainer)
+            if getattr(trainer, f"limit_{source.stage}_batches") == 0:
+                return
+            step = "validation_step" if source.stage == "val" else f"{source.stage}_step"
+            check_step(module, step)
+            setting = batch_size_setting(
+                trainer, module, source, options.batch_arg_name, is_budget=options.budget
             )
-            return
-        self.plan = plan
-        # The next fit would take the size of this evaluation for that of the project.
-        self._run.undo.callback(setting.place.keep())
-        setting.write(plan.batch_size, also_logged=True)
-        self._report(trainer, plan)
+            plan = None
+            if setting.place.exists:
+                with run.ranks.fail_together():
+                    plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
+            if plan is None:
+                rank_zero_info(
+                    f"BatchFinder leaves {source.hook} unchanged: no loader follows"
+                    f" `{setting.name}`"
+                )
+                return
+            self.plan = plan
+            # The next fit would take the size of this evaluation for the project's own.
+            run.undo.callback(setting.place.keep())
+            setting.write(plan.batch_size, also_logged=True)
+            self._report(trainer, plan)
 
     def _search_in(self, trainer: Trainer) -> TrainerSearch:
         device = trainer.strategy.root_device

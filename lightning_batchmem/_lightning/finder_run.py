@@ -26,8 +26,8 @@ class FinderRun:
 
     Attributes:
         ranks: the processes that search together.
-        undo: what the run has changed until its end: the limit of the user, or the size of an
-            evaluation.
+        undo: calls at its end, which undo what the run has changed: the limit of the user, or the
+            size of an evaluation.
         checkpoint: the state of the finder in the checkpoint that the run resumes from, loaded
             between ``setup`` and the search; empty for a run that does not resume.
         plan: the plan that a training has; ``None`` before, and in an evaluation.
@@ -46,7 +46,7 @@ class FinderRun:
         self._watch: TrainingWatch | None = None
 
     def __reduce__(self) -> tuple[type[FinderRun], tuple[()]]:
-        """Give a copy of the finder a new run, because the training is that of the original."""
+        """Give a copy of the finder a new run, because the training belongs to the original."""
         return FinderRun, ()
 
     def call_before(self, owner: Any, method: str, call: Callable[[], None]) -> None:

@@ -111,7 +111,7 @@ class Muted:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the owner: a step may compare it."""
-        return type(self._muted_owner)
+        return self._muted_owner.__class__
 
     # The project may count what is read, or refuse what is set.
     __getattribute__ = object.__getattribute__
@@ -142,7 +142,7 @@ def _copied_tree(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """A copy of state, and of containers with state inside; other objects are shared."""
-    # Here are sets, and containers whose types are those of the project.
+    # Sets, and containers of the project's own types.
     if isinstance(value, (list, dict, set, deque, bytearray)):
         return copy.copy(value)
     if not isinstance(value, _STATE) or getattr(value, "nbytes", 0) > LARGEST_ARRAY_BYTES:
@@ -154,8 +154,8 @@ def _copied(value: Any) -> Any:
 class MutedExperiment:
     """Accepts any chain of attributes, calls and items, and does nothing.
 
-    Numbers, texts and containers are those of the experiment of a logger. The dummy of Lightning
-    has none, and a step that computes with them would fail.
+    Numbers, texts and containers are read from the experiment of a logger: a step may compute with
+    them, and would fail with Lightning's DummyExperiment, which has none.
     """
 
     def __init__(self, target: Any = None) -> None:
