@@ -181,18 +181,18 @@ def main() -> None:
     assert plan is not None
 
     # Every batch here shows its size, so the profiler knows the number of samples.
-    assert before.samples_per_second is not None
-    assert after.samples_per_second is not None
-    faster = after.samples_per_second / before.samples_per_second
+    assert before.speed.samples_per_second is not None
+    assert after.speed.samples_per_second is not None
+    faster = after.speed.samples_per_second / before.speed.samples_per_second
     # Only a GPU has reserved bytes. On the host the peak is the resident set of the process.
-    peak_bytes = after.peak_reserved_bytes or after.peak_bytes or 0
+    peak_bytes = after.memory.peak_reserved_bytes or after.memory.peak_bytes or 0
     print(
         f"\nsize      {plan.reason} Limited by {plan.limited_by.replace('_', ' ')}; it was"
-        f" {before.batch_size} before."
+        f" {before.memory.batch_size} before."
     )
     print(
-        f"speed     {faster:.1f} times as fast: {after.samples_per_second:,.0f} samples/s in"
-        f" {after.steps} training steps, instead of {before.samples_per_second:,.0f} in"
+        f"speed     {faster:.1f} times as fast: {after.speed.samples_per_second:,.0f} samples/s in"
+        f" {after.steps} training steps, instead of {before.speed.samples_per_second:,.0f} in"
         f" {before.steps}"
     )
     print(f"memory    peak {peak_bytes / MIB:,.0f} MiB, limit {plan.limit_bytes / MIB:,.0f} MiB")

@@ -30,7 +30,8 @@ from lightning_batchmem.plan.options import object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.step_csv import NAME, PLAN_NAME, read_rows
+from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
+from lightning_batchmem.profile.step_csv import read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
 from lightning_batchmem.simulated_gpu.launch import Program
@@ -47,7 +48,7 @@ _CONTEXT = f"{CONTEXT_BYTES // MIB}MiB"
 
 # The name of each file that has a figure, with that of the figure and a function that draws it.
 _FIGURES: dict[str, tuple[str, Callable[[Path], Figure | None]]] = {
-    NAME: ("memory_over_steps", lambda path: plot_memory_over_steps(read_rows(path))),
+    CSV_NAME: ("memory_over_steps", lambda path: plot_memory_over_steps(read_rows(path))),
     PLAN_NAME: (
         "search",
         lambda path: plot_search(Plan.from_json(read_small(path))),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,8 +26,9 @@ from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.run import Options, Run, plan_in
-from lightning_batchmem.profile.step_csv import NAME, StepCsv, make_log_dir
-from lightning_batchmem.profile.summary import Summary, show_summary
+from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder, make_log_dir
+from lightning_batchmem.profile.summary import Summary
+from lightning_batchmem.profile.text import summary_text
 
 
 class MemoryProfiler(Callback):
@@ -181,7 +181,8 @@ class MemoryProfiler(Callback):
         if self._has_csv and trainer.is_global_zero:
             if is_remote:
                 rank_zero_warn(
-                    f"MemoryProfiler writes no {NAME}: the log directory {log_dir} is not local."
+                    f"MemoryProfiler writes no {CSV_NAME}: the log directory {log_dir} is not"
+                    " local."
                 )
             elif not is_without_files:
                 try:
@@ -190,7 +191,7 @@ class MemoryProfiler(Callback):
                     if not self._is_optional:
                         raise
                     self._log_dir = None
-                    rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
+                    rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record a training."""
@@ -289,22 +290,18 @@ class MemoryProfiler(Callback):
         if self._is_table_due and self._summary is not None and trainer.is_global_zero:
             # Lightning ends the progress bar last, and the bar of Rich would overwrite the table.
             stop_progress_bar(trainer, pl_module, stage)
-            print_or_warn(partial(show_summary, self._summary))
+            print_or_warn(summary_text(self._summary))
         self._is_table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device
-        csv = None
+        folder = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
-            # A device works while the host goes on.
-            has_exact_times = device.type == "cpu"
             try:
-                csv = StepCsv(
-                    self._log_dir, world_size=trainer.world_size, has_exact_times=has_exact_times
-                )
+                folder = RunFolder(self._log_dir)
             # The directory could be written in setup.
             except OSError as error:
-                rank_zero_warn(f"MemoryProfiler writes no {NAME}: {error}")
+                rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
         snapshot = OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None
         plan = plan_in(trainer)
         if stage != "train" and plan is self._plan:
@@ -320,7 +317,7 @@ class MemoryProfiler(Callback):
             value_or_none("The memory of the device", self.device_memory, device),
             plan,
             self._options,
-            csv=csv,
+            folder=folder,
             snapshot=snapshot,
         )
 

@@ -808,8 +808,8 @@ def test_on_the_host(tmp_path):
     assert finder.plan.limited_by == "memory"
     assert finder.plan.measured_peak_bytes <= limit
     assert profiler.summary is not None
-    assert profiler.summary.batch_size == finder.plan.batch_size
-    assert profiler.summary.peak_bytes <= limit
+    assert profiler.summary.memory.batch_size == finder.plan.batch_size
+    assert profiler.summary.memory.peak_bytes <= limit
     # A sample takes 16 MiB, and 0.25 of the room are 100 MiB. The room is larger if the search
     # returns memory of earlier tests to the system.
     assert 5 <= finder.plan.batch_size <= 12

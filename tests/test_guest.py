@@ -99,7 +99,7 @@ def test_nested_tensors(tmp_path, collate, callback):
     else:
         assert "The number of samples in a batch cannot be read: RuntimeError: " in text
         # The loader knows it.
-        assert made.summary.batch_size == 4
+        assert made.summary.memory.batch_size == 4
 
 
 @pytest.mark.filterwarnings(NESTED)
@@ -211,9 +211,9 @@ def test_wrapped_optimizers_are_profiled(tmp_path, name):
     left, texts = trained(tmp_path, with_optimizer(name), made)
     assert_same(left, without, name)
     assert texts == []
-    assert made.summary.breakdown.optimizer_state_bytes > 0
+    assert made.summary.memory.breakdown.optimizer_state_bytes > 0
     of_modules = [one.optimizer_state_bytes for one in made.summary.modules.modules]
-    assert sum(of_modules) == made.summary.breakdown.optimizer_state_bytes
+    assert sum(of_modules) == made.summary.memory.breakdown.optimizer_state_bytes
 
 
 @pytest.mark.usefixtures("reads_here")
@@ -394,7 +394,7 @@ def test_optimizers_that_refuse_hooks(tmp_path, kind):
     left, texts = trained(tmp_path, Net, made)
     assert_same(left, without, kind.__name__)
     assert [text.partition(":")[0] for text in texts] == ["The step of an optimizer cannot be read"]
-    assert made.summary.breakdown.optimizer_state_bytes > 0
+    assert made.summary.memory.breakdown.optimizer_state_bytes > 0
 
 
 @pytest.mark.parametrize("kind", [Refusing, Forgetting])
@@ -599,7 +599,7 @@ def test_what_the_system_refuses_is_missing(tmp_path, monkeypatch, owner, name, 
     has_peak = name not in ("peak", "reset_peak")
     assert {bool(row["limit_mib"]) for row in rows} == {has_limit}
     assert {bool(row["peak_allocated_mib"]) for row in rows} == {has_peak}
-    assert (made.summary.peak_bytes is not None) is has_peak
+    assert (made.summary.memory.peak_bytes is not None) is has_peak
 
 
 @pytest.mark.usefixtures("reads_here")
@@ -747,8 +747,8 @@ def test_a_step_that_cannot_be_divided_among_modules(tmp_path, kind, profilers):
     assert_same(left, without, kind.__name__)
     assert texts == []
     for one in made:
-        assert one.summary.modules is None
-        assert one.summary.no_modules_reason.startswith("No table of the modules: ")
+        assert one.summary.modules.modules == ()
+        assert one.summary.modules.why_not.startswith("No table of the modules: ")
     # Nothing of the measurement is left.
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     disable = torch._C._autograd._saved_tensors_hooks_disable
@@ -772,7 +772,7 @@ def test_hooks_of_the_step_above_those_of_the_profiler(tmp_path):
     left, texts = trained(tmp_path, OnCpu, made)
     # It is the error of the step without a profiler too.
     assert (left[0], OnCpu.errors, texts) == (STEPS, STEPS, [])
-    assert made.summary.modules is not None
+    assert made.summary.modules.modules
 
 
 @pytest.mark.parametrize("checkpoints", [True, False])
@@ -793,9 +793,9 @@ def test_hooks_of_the_project_above_those_of_the_profiler(tmp_path, checkpoints)
     assert texts == []
     # Tensors that a checkpoint does not keep are not activations, and those of other hooks are not
     # known.
-    assert (made.summary.modules is None) == (not checkpoints)
+    assert bool(made.summary.modules.modules) == checkpoints
     reason = "" if checkpoints else "the step has hooks on saved tensors itself"
-    assert reason in made.summary.no_modules_reason
+    assert reason in made.summary.modules.why_not
 
 
 # --- errors
@@ -844,12 +844,13 @@ def test_two_profilers_measure_the_same(tmp_path):
     ]
     first, second = (one.summary for one in made)
     assert first.steps == second.steps == STEPS
-    assert first.breakdown.optimizer_state_bytes == second.breakdown.optimizer_state_bytes > 0
+    states = [one.memory.breakdown.optimizer_state_bytes for one in (first, second)]
+    assert states[0] == states[1] > 0
     assert first.modules.modules == second.modules.modules
-    assert first.flops_per_sample == second.flops_per_sample > 0
+    assert first.flops.flops_per_sample == second.flops.flops_per_sample > 0
     for summary in (first, second):
         # Both know when a batch was requested.
-        assert summary.data_wait_share is not None
+        assert summary.speed.data_wait_share is not None
 
 
 def test_the_peaks_of_two_profilers(tmp_path, device_memory):

@@ -20,8 +20,8 @@ from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile import device_reader
 from lightning_batchmem.profile.device_reader import DeviceReader
-from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
-from lightning_batchmem.profile.step_clock import StepClock
+from lightning_batchmem.profile.recorder import StepClock
+from lightning_batchmem.profile.steady_steps import SteadyBreakdown
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers import lawful
 from tests.helpers.lawful import Lawful, law
@@ -119,15 +119,16 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
         assert 0 < float(row["data_wait_pct"]) < 100
     logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
-    assert (summary.peak_bytes, summary.peak_step) == (26 * MIB, 5)
-    assert (summary.steps, summary.batch_size) == (6, 2)
-    assert summary.cores == usable_cores()
-    assert summary.samples_per_second == pytest.approx(2 * 22 / (6 * summary.step_seconds))
+    assert (summary.memory.peak_bytes, summary.memory.peak_step) == (26 * MIB, 5)
+    assert (summary.steps, summary.memory.batch_size) == (6, 2)
+    assert summary.speed.cores == usable_cores()
+    samples_per_second = 2 * 22 / (6 * summary.speed.step_seconds)
+    assert summary.speed.samples_per_second == pytest.approx(samples_per_second)
     # The breakdown has gradients and the state of Adam, which exist from the second step on.
     weights = (4 + 1) * 4
     batch = 4 * 4 * 4 + 4 * 4
     known = (weights, weights, 2 * weights + 2 * 4, batch)
-    assert summary.breakdown == MemoryBreakdown(*known, 25 * MIB, MIB - sum(known))
+    assert summary.memory.breakdown == MemoryBreakdown(*known, 25 * MIB, MIB - sum(known))
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == summary
     assert "26.0 MiB at step 5 (2 samples)" in capsys.readouterr().out
@@ -198,15 +199,15 @@ def test_with_accumulation_the_breakdown_is_taken_after_the_first_optimizer_step
     profiler, _ = profiled(tmp_path, Net(work), end, accumulate_grad_batches=2)
     found = csv_rows(tmp_path)
     assert [row["peak_allocated_mib"] for row in found] == ["31.000", "71.000"] * 3
-    assert profiler.summary.breakdown.optimizer_state_bytes > 0
+    assert profiler.summary.memory.breakdown.optimizer_state_bytes > 0
 
 
 def test_manual_optimization_with_two_optimizers(tmp_path, device_memory):
     profiler, recorder = profiled(tmp_path, Gan(device_memory))
-    assert profiler.summary.peak_bytes == 61 * MIB
+    assert profiler.summary.memory.peak_bytes == 61 * MIB
     assert [step for step, _ in recorder.ours] == [0, 1, 2, 3, 4, 5]
     # Only Adam has a state, since SGD runs without momentum.
-    assert profiler.summary.breakdown.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4
+    assert profiler.summary.memory.breakdown.optimizer_state_bytes == 2 * (4 + 1) * 4 + 2 * 4
 
 
 class Constant(Net):
@@ -249,7 +250,7 @@ def test_samples_that_are_never_known_are_one_warning(
     known = {"batch/size", "throughput/samples_per_s"}
     logged = [known & set(metrics) for _, metrics in recorder.ours]
     assert logged == [known if size else set() for size in sizes]
-    assert profiler.summary.batch_size == (2 if sizes[0] else None)
+    assert profiler.summary.memory.batch_size == (2 if sizes[0] else None)
 
 
 def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
@@ -277,7 +278,8 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     profiler, _ = profiled(tmp_path, Net(lambda *_: clock.sleep(1)), loader=loader)
     times = [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)]
     assert times == [("6000.000", "50.000")] * 4
-    assert (profiler.summary.step_seconds, profiler.summary.data_wait_share) == (6, 0.5)
+    speed = profiler.summary.speed
+    assert (speed.step_seconds, speed.data_wait_share) == (6, 0.5)
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -335,8 +337,8 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
         # The device is read once a second.
         assert names - {"validate/cpu_pct", "validate/limit_mib"} <= set(metrics) <= names
         assert metrics["validate/peak_allocated_mib"] == 6
-    assert profiler.summary.validation_peak_bytes == 6 * MIB
-    assert (profiler.summary.steps, profiler.summary.peak_bytes) == (6, MIB)
+    assert profiler.summary.memory.validation_peak_bytes == 6 * MIB
+    assert (profiler.summary.steps, profiler.summary.memory.peak_bytes) == (6, MIB)
     # The peak of the run includes evaluations, as torch.cuda.max_memory_allocated() does.
     assert profiler.run_peak_bytes == 6 * MIB
 
@@ -354,8 +356,8 @@ def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
     assert [set(metrics) for _, metrics in recorder.others] == [names]
     summary = profiler.summary
     known = 20 + 4 * 5 * 4
-    assert (summary.stage, summary.steps, summary.peak_bytes) == (stage, 3, 6 * MIB)
-    assert summary.breakdown == MemoryBreakdown(20, 0, 0, 4 * 5 * 4, 5 * MIB, MIB - known)
+    assert (summary.stage, summary.steps, summary.memory.peak_bytes) == (stage, 3, 6 * MIB)
+    assert summary.memory.breakdown == MemoryBreakdown(20, 0, 0, 4 * 5 * 4, 5 * MIB, MIB - known)
     (path,) = tmp_path.rglob(f"memory_summary_{stage}.json")
     assert Summary.from_json(path.read_text()) == summary
 
@@ -374,8 +376,9 @@ def test_a_peak_before_the_steady_state(
     tmp_path, device_memory, capsys, options, breakdown_peak, text
 ):
     profiler, _ = profiled(tmp_path, Net(spike(device_memory, 0, "forward", 500)), **options)
-    assert (profiler.summary.peak_bytes, profiler.summary.peak_step) == (501 * MIB, 0)
-    breakdown = profiler.summary.breakdown
+    memory = profiler.summary.memory
+    assert (memory.peak_bytes, memory.peak_step) == (501 * MIB, 0)
+    breakdown = memory.breakdown
     assert (breakdown and breakdown.peak_bytes) == breakdown_peak
     assert text in " ".join(capsys.readouterr().out.split())
 
@@ -390,10 +393,10 @@ def test_the_host_has_its_cores_and_memory_that_the_heap_keeps_counts_as_activat
             device_memory.use(50 * MIB)
 
     profiler, _ = profiled(tmp_path, Net(work))
-    breakdown = profiler.summary.breakdown
+    breakdown = profiler.summary.memory.breakdown
     assert breakdown.other_bytes == MIB - breakdown.parameters_bytes
     assert breakdown.peak_bytes == 51 * MIB
-    assert profiler.summary.cores == usable_cores()
+    assert profiler.summary.speed.cores == usable_cores()
 
 
 def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_memory):
@@ -437,7 +440,8 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
     names = {name for name in METRICS if not name.startswith("memory/")}
     assert set(recorder.ours[0][1]) == names
     summary = profiler.summary
-    assert (summary.peak_bytes, summary.limit_bytes, summary.batch_size) == (None, None, 4)
+    memory = summary.memory
+    assert (memory.peak_bytes, memory.limit_bytes, memory.batch_size) == (None, None, 4)
     assert "MiB" not in capsys.readouterr().out
 
 
@@ -504,7 +508,7 @@ def test_a_peak_that_grows_is_no_leak(tmp_path, device_memory, monkeypatch, is_h
             device_memory.free()
 
     profiler, _ = profiled(tmp_path, Net(work), loader=data(samples=400))
-    assert (profiler.summary.peak_bytes, profiler.summary.alerts) == (100 * MIB, ())
+    assert (profiler.summary.memory.peak_bytes, profiler.summary.alerts) == (100 * MIB, ())
 
 
 def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in_use(
@@ -559,9 +563,8 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
         plans.append(finder.plan)
     else:
         # The limit of the search held until the training ended.
-        assert (
-            plans[0].limit_bytes < profiler.summary.limit_bytes == device_memory.available_bytes()
-        )
+        limit_bytes = profiler.summary.memory.limit_bytes
+        assert plans[0].limit_bytes < limit_bytes == device_memory.available_bytes()
     paths = sorted(tmp_path.glob("batch_plan*.json"))
     assert [path.name for path in paths] == names
     assert [Plan.from_json(path.read_text()) for path in paths] == plans
@@ -604,7 +607,8 @@ def test_an_evaluation_without_a_search_has_no_plan_of_an_earlier_one(tmp_path, 
     trainer.validate(net, verbose=False)
     net.size_name = "fixed_size"
     trainer.test(net, verbose=False)
-    assert finder.plan.limit_bytes < profiler.summary.limit_bytes == device_memory.available_bytes()
+    limit_bytes = profiler.summary.memory.limit_bytes
+    assert finder.plan.limit_bytes < limit_bytes == device_memory.available_bytes()
     assert [path.name for path in tmp_path.glob("batch_plan*.json")] == ["batch_plan.json"]
 
 
@@ -637,7 +641,7 @@ def test_the_utilization_of_a_validation_is_not_that_of_the_training(
     monkeypatch.setattr(device_reader, "time", SimpleNamespace(monotonic=lambda: now_seconds))
     options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
     profiler, _ = profiled(tmp_path, Validated(work), val=data(), **options)
-    assert profiler.summary.busy_percent == 0.0
+    assert profiler.summary.speed.busy_percent == 0.0
 
 
 # --- files, several runs, errors, traces
@@ -842,7 +846,7 @@ def test_what_is_not_a_count_of_items_is_one_warning_and_a_missing_reading(
     (warning,) = [str(one.message) for one in recwarn if "items_fn" in str(one.message)]
     assert warning.startswith("items_fn must return a finite number that is not negative, got ")
     assert [bool(row["items_per_s"]) for row in csv_rows(tmp_path)] == [False, True, False]
-    assert math.isfinite(profiler.summary.items_per_second)
+    assert math.isfinite(profiler.summary.speed.items_per_second)
 
 
 @pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}, {"flops": 1}])
@@ -905,4 +909,4 @@ def test_64_mib_on_the_host_are_in_their_step_and_no_other(tmp_path):
     for step in places:
         # Step 4 has none of them.
         assert 60 < peaks[step] - peaks[4] < 68
-    assert 60 * MIB < profiler.summary.breakdown.activations_bytes < 68 * MIB
+    assert 60 * MIB < profiler.summary.memory.breakdown.activations_bytes < 68 * MIB

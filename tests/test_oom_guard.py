@@ -826,7 +826,7 @@ def test_a_batch_in_parts_is_not_the_one_whose_operations_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An earlier test may have compiled a module in this process, where operations are not counted.
-    monkeypatch.setattr("lightning_batchmem.profile.recorder.compiled_frames", lambda: 0)
+    monkeypatch.setattr("lightning_batchmem.profile.steady_steps.compiled_frames", lambda: 0)
     flops = []
     fails = dict.fromkeys(range(1, 5), "backward")
     for guards, places in (([], {}), ([OomGuard()], fails)):
@@ -835,7 +835,7 @@ def test_a_batch_in_parts_is_not_the_one_whose_operations_are_counted(
         options = {"max_steps": 7, "loaders": loader(sizes=sizes)}
         trained(partial(Failing, places), *(guards or [None]), profiler, **options)
         assert profiler.summary is not None
-        flops.append(profiler.summary.flops_per_sample)
+        flops.append(profiler.summary.flops.flops_per_sample)
     assert flops[0] is not None
     assert flops[0] == flops[1]
 

@@ -1,4 +1,4 @@
-"""Alerts raised during a run, each at most once: steps in, sentences out."""
+"""What limits a run: alerts during it, each at most once, and a conclusion at its end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from lightning_batchmem.plan.records import MIB, mib
-from lightning_batchmem.profile.step import Step
-from lightning_batchmem.profile.totals import Interval, Totals
+from lightning_batchmem.profile.step import Interval, Step, Taker, Totals
 
 # Each has what happened, and what to do.
 _SENTENCES = {
@@ -29,24 +28,28 @@ _SENTENCES = {
     ),
 }
 _NEARLY_FULL_SHARE = 0.95
-# Each check of the wait for data is of the steps since the check before, at least so many of them,
-# and of at least so many seconds.
+# The wait for data is checked over the steps since the last check: at least this many steps, and
+# this many seconds.
 _MIN_WAITED_STEPS = 20
 _MIN_WAITED_SECONDS = 10.0
 # More than this share of the time has to pass before batches arrive.
-MAX_WAIT_SHARE = 0.5
+_MAX_WAIT_SHARE = 0.5
 # A device that is busy for this part of the time does not wait.
 _MIN_BUSY_PERCENT = 50.0
-# A leak is looked for in four windows of so many readings.
+# A leak is looked for in four windows of this many readings.
 _READINGS_PER_WINDOW = 16
 # The smallest growth over the windows that counts, also as a share of the first reading.
 _MIN_GROWTH_BYTES = 16 * MIB
 _MIN_GROWTH_SHARE = 0.02
 # The last rise must be at least this share of the first one, for each step.
 _MIN_STEADINESS = 0.85
+# In the conclusion: a device that is busy for this part of the time hardly waits for anything.
+_BUSY_PERCENT = 90.0
+# A search stays below 0.95 of what a device can provide.
+_MOSTLY_FULL_SHARE = 0.9
 
 
-class Alerts:
+class Alerts(Taker):
     """The alerts of one run.
 
     Args:
@@ -58,32 +61,35 @@ class Alerts:
     def __init__(
         self, warn: Callable[[str], object], *, granularity_bytes: int = 0, planned_bytes: int = 0
     ) -> None:
-        # The keys are the kinds of alerts, and the values are their sentences.
+        super().__init__()
+        # The sentence of each kind of alert.
         self.issued: dict[str, str] = {}
         self._warn = warn
         self._planned_bytes = planned_bytes
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Totals()
 
-    def take(self, interval: Interval) -> None:
+    def use(self, intervals: list[Interval]) -> None:
         """Check the steps of a training since the last call."""
-        if interval.stage != "train":
+        if intervals[0].stage != "train":
             return
-        limit_bytes = interval.reading.limit_bytes or 0
-        for step in interval.steps:
-            if step.end_bytes is not None:
-                self._check_growth(step, step.end_bytes, limit_bytes)
-        totals = interval.totals
+        reading = intervals[-1].reading
+        limit_bytes = reading.limit_bytes or 0
+        for interval in intervals:
+            for step in interval.steps:
+                if step.end_bytes is not None:
+                    self._check_growth(step, step.end_bytes, limit_bytes)
+        totals = Totals.of(intervals)
         # The live peak of steps with CUDA graphs is not known.
         peak_bytes = (totals.reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
         if limit_bytes and peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        if interval.reading.utilization is not None:
-            self._check_wait(interval)
+        if reading.utilization is not None:
+            self._check_wait(totals)
 
     def _check_growth(self, step: Step, end_bytes: int, limit_bytes: int) -> None:
-        """Compare the memory in use at the end of a step with that of the steps before it."""
+        """Compare the memory in use at the end of a step with the steps before it."""
         pace_bytes = self._leaks.add(step.number, end_bytes)
         if pace_bytes is None:
             return
@@ -94,23 +100,60 @@ class Alerts:
         end = round(step.number + free_bytes / pace_bytes)
         self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
 
-    def _check_wait(self, interval: Interval) -> None:
+    def _check_wait(self, totals: Totals) -> None:
         """Add the steps since the last call, and check the wait once they are enough."""
+        self._waited.add(totals)
         waited = self._waited
-        waited.add(interval.steps, interval.reading)
-        seconds = waited.busy_seconds
+        seconds = waited.busy.seconds
         if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
             return
         self._waited = Totals()
-        share = waited.wait_share or 0.0
-        busy = waited.busy_percent or 0.0
-        if share > MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
+        share = waited.wait.per_second() or 0.0
+        busy = waited.busy.per_second() or 0.0
+        if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
             self._issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
 
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:
             self.issued[kind] = _SENTENCES[kind].format(**values)
             self._warn(self.issued[kind])
+
+
+def conclusion(
+    *,
+    busy_percent: float | None,
+    wait_share: float | None,
+    held_bytes: int | None,
+    limit_bytes: int | None,
+) -> str:
+    """Return what limits a run, and what helps, in a line; empty where the numbers do not decide.
+
+    Args:
+        busy_percent: mean utilization of the device.
+        wait_share: share of the time before batches arrived.
+        held_bytes: the highest memory that the process held.
+        limit_bytes: the memory that it may hold.
+    """
+    # A busy device works while the process waits for data, and more memory would not make it
+    # faster.
+    if busy_percent is not None and busy_percent >= _BUSY_PERCENT:
+        return (
+            f"Limited by compute: the device was {busy_percent:.0f}% busy."
+            " A lower precision, torch.compile or a faster device helps."
+        )
+    if wait_share is not None and wait_share > _MAX_WAIT_SHARE:
+        return (
+            f"Limited by data: {wait_share:.0%} of the time passed before the batch"
+            " arrived. More loader workers (num_workers) or cheaper samples help."
+        )
+    if held_bytes is None or limit_bytes is None:
+        return ""
+    if held_bytes < _MOSTLY_FULL_SHARE * limit_bytes:
+        return ""
+    return (
+        f"Limited by memory: {held_bytes / limit_bytes:.0%} of the limit. A lower"
+        " precision, activation checkpointing or sharding needs less memory."
+    )
 
 
 class LeakDetector:

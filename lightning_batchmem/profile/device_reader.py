@@ -8,6 +8,7 @@ import torch
 
 from lightning_batchmem.devices import utilization_for
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.profile.step import DeviceReading
 
@@ -19,7 +20,7 @@ class DeviceReader:
 
     Args:
         device: the device.
-        device_memory: its memory; ``None`` if it cannot be measured.
+        device_memory: its memory; None if it cannot be measured.
         max_limit_bytes: the limit of a plan, which may be below that of the device.
     """
 
@@ -29,29 +30,33 @@ class DeviceReader:
     def __init__(
         self, device: torch.device, device_memory: DeviceMemory | None, max_limit_bytes: float
     ) -> None:
+        self.device_name = device.type if device_memory is None else device_memory.name
+        # The cores that this process may use; None on a device.
+        self.cores = usable_cores() if device.type == "cpu" else None
         self._device_memory = device_memory
         self._max_limit_bytes = max_limit_bytes
         self._utilization = utilization_for(device)
         # The retries of a search before the run do not count.
         self._retries_before = self._counters().get(_RETRIES, 0)
-        # The utilization is that since the reading before, so that the first one has none.
-        self.last = DeviceReading(limit_bytes=self._limit_bytes())
+        # A utilization begins with the reading before, so the first reading has none.
+        self.last = DeviceReading(limit_bytes=self._limit_bytes(), is_new=False)
         self._next_reading = time.monotonic()
 
-    def read(self) -> DeviceReading | None:
-        """Read the device; None if the last reading is younger than a second."""
+    def read(self) -> None:
+        """Read the device, unless the last reading is younger than a second."""
+        if self.last.is_new:
+            self.last = self.last._replace(is_new=False)
         if time.monotonic() < self._next_reading:
-            return None
+            return
         self._next_reading = time.monotonic() + self.interval_seconds
         self.last = DeviceReading(
             self._limit_bytes(),
             self._utilization_now() or self.last.utilization,
             self._retries(),
         )
-        return self.last
 
     def leave_out(self) -> None:
-        """Leave out the time until now from the utilization, which the next reading has again."""
+        """Leave the time until now out of the utilization, which the next reading has again."""
         self._utilization_now()
         self.last = self.last._replace(utilization=None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -25,11 +26,21 @@ _MULTIPLIES_NOTHING = re.compile(r"_thnn_|flatten_weight|reorder")
 _DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
 
-class FlopRate(NamedTuple):
-    """What a device computes: TFLOP/s, and per cent of its peak; None is unknown."""
+@dataclass(frozen=True)
+class FlopRate:
+    """The floating-point operations of a run; None is unknown.
 
+    Args:
+        flops_per_sample: operations of a sample in forward and backward.
+        tflops_per_device: 1e12 of these per second of wall time, on one device.
+        mfu_pct: the same in per cent of the device's peak.
+        why_not: why one of these three is unknown; empty if they are known.
+    """
+
+    flops_per_sample: float | None = None
     tflops_per_device: float | None = None
     mfu_pct: float | None = None
+    why_not: str = ""
 
 
 # TorchDispatchMode.__init_subclass__ has no type annotations.
@@ -70,7 +81,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = self._formulas.get(operator)
         if formula is None:
             if _MULTIPLIES.search(name) and not _MULTIPLIES_NOTHING.search(name):
-                # The first one is that of the forward pass.
+                # The first one is in the forward pass.
                 reason = f"torch has no formula for the operator {name}"
                 self.why_wrong = self.why_wrong or reason
             return result
@@ -143,12 +154,14 @@ class FlopStep:
     def rate(self, samples_per_second: float | None) -> FlopRate:
         """Return what a device computes at this speed of its own."""
         if self.flops_per_sample is None or samples_per_second is None:
-            return FlopRate()
+            return FlopRate(self.flops_per_sample, why_not=self.why_not)
         flops_per_second = self.flops_per_sample * samples_per_second
         mfu_pct = None
         if self._peak_flops is not None:
             mfu_pct = 100.0 * flops_per_second / self._peak_flops
-        return FlopRate(flops_per_second / 1e12, mfu_pct)
+        return FlopRate(
+            self.flops_per_sample, flops_per_second / 1e12, mfu_pct, why_not=self.why_not
+        )
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -166,8 +179,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
         gradient: Any, inputs: Any, weight: Any, *others: Any, out_val: Any
     ) -> int:
         # Each multiplication of the forward pass has one in the gradient of the inputs, and one in
-        # that of the weight. torch multiplies the second one by the number of groups (2.13). The
-        # third gradient is that of the bias, a sum.
+        # the gradient of the weight. torch multiplies the second one by the number of groups
+        # (2.13). The third gradient is a sum, of the bias.
         is_transposed, _, _, is_wanted = others[4:]
         shapes = (inputs.shape, weight.shape, gradient.shape)
         num_gradients: int = sum(is_wanted[:2])

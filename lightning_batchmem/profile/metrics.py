@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.trainer_state import is_of_lightning, logs_at_all
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.totals import Interval, ratio
+from lightning_batchmem.profile.step import DeviceReading, Interval, Taker
 
 
-@dataclass
-class LoggerMetrics:
+class LoggerMetrics(Taker):
     """Sends the metrics of each interval to the loggers of a Trainer.
 
     Args:
@@ -24,23 +24,33 @@ class LoggerMetrics:
         flops: the counted operations of a step; None if they are not counted.
     """
 
-    loggers: list[Logger]
-    world_size: int
-    flops: FlopStep | None = None
+    def __init__(
+        self, loggers: list[Logger], world_size: int, flops: FlopStep | None = None
+    ) -> None:
+        super().__init__()
+        self._loggers = loggers
+        self._world_size = world_size
+        self._flops = flops
+
+    def take(self, interval: Interval) -> None:
+        """Log the metrics of the interval at once."""
+        if self._loggers:
+            self.log(self.metrics(interval), interval.logging_step)
 
     def metrics(self, interval: Interval) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones."""
         totals = interval.totals
-        ranks = self.world_size
-        reading = interval.reading
+        ranks = self._world_size
+        # A reading is logged once.
+        reading = interval.reading if interval.reading.is_new else DeviceReading()
         known: dict[str, float | None] = {
-            "memory/peak_allocated_mib": ratio(totals.peak_bytes, MIB),
-            "memory/peak_reserved_mib": ratio(totals.reserved_bytes, MIB),
-            "memory/limit_mib": ratio(reading.limit_bytes, MIB),
-            "throughput/samples_per_s": ratio(totals.samples, totals.samples_seconds, ranks),
-            "throughput/items_per_s": ratio(totals.items, totals.items_seconds, ranks),
+            "memory/peak_allocated_mib": _mib(totals.peak_bytes),
+            "memory/peak_reserved_mib": _mib(totals.reserved_bytes),
+            "memory/limit_mib": _mib(reading.limit_bytes),
+            "throughput/samples_per_s": totals.samples.per_second(ranks),
+            "throughput/items_per_s": totals.items.per_second(ranks),
             "throughput/step_ms": 1e3 * totals.step_seconds,
-            "throughput/data_wait_pct": ratio(totals.wait_seconds, totals.waited_seconds, 100.0),
+            "throughput/data_wait_pct": totals.wait.per_second(100.0),
             "batch/size": totals.batch_size,
         }
         if reading.utilization is not None:
@@ -54,20 +64,39 @@ class LoggerMetrics:
             known = {names[name]: value for name, value in known.items()}
         else:
             known["memory/alloc_retries"] = reading.alloc_retries
-            if self.flops is not None:
-                rate = self.flops.rate(totals.samples_per_second)
+            if self._flops is not None:
+                rate = self._flops.rate(totals.samples.per_second())
                 known["throughput/tflops_per_device"] = rate.tflops_per_device
                 known["throughput/mfu_pct"] = rate.mfu_pct
         return {name: float(value) for name, value in known.items() if value is not None}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in list(self.loggers):
+        for logger in list(self._loggers):
             try:
                 logger.log_metrics(dict(metrics), step=step)
             # A logger may raise anything, and must not end a training.
             except Exception as error:  # noqa: BLE001
-                self.loggers.remove(logger)
+                self._loggers.remove(logger)
                 name = type(logger).__name__
                 rank_zero_warn(
                     f"{name} gets no more metrics of MemoryProfiler: {error_text(error)}"
                 )
+
+
+def loggers_of(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
+    """Return the loggers that get metrics."""
+    # Without log_every_n_steps, nothing is sent to them.
+    loggers = list(trainer.loggers) if logs_at_all(trainer) else []
+    if all_loggers:
+        return loggers
+    others = [one for one in loggers if not is_of_lightning(one)]
+    if others:
+        rank_zero_warn(
+            f"{type(others[0]).__name__} gets no metrics of MemoryProfiler, which it may not"
+            " expect. To log them there, add MemoryProfiler() to the callbacks."
+        )
+    return [one for one in loggers if one not in others]
+
+
+def _mib(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / MIB

@@ -58,14 +58,17 @@ class PeakByModule:
     """The bytes at the peak of a step, by module.
 
     Args:
-        modules: every module that holds memory, in the order of ``named_modules()``.
+        modules: every module that holds memory, in the order of ``named_modules()``; empty if they
+            could not be measured.
         peak_bytes: the peak of the step; None if it is unknown.
-        batch_size: samples of the step; ``None`` if its batch does not show them.
+        batch_size: samples of the step; None if its batch does not show them.
+        why_not: why they could not be measured; empty if they were.
     """
 
-    modules: tuple[ModuleMemory, ...]
-    peak_bytes: int | None
+    modules: tuple[ModuleMemory, ...] = ()
+    peak_bytes: int | None = None
     batch_size: int | None = None
+    why_not: str = ""
 
 
 # torch checks here that there are no hooks. Both names are private in torch 2.5.1 to 2.14.
@@ -170,9 +173,8 @@ class ModuleStep:
     """
 
     def __init__(self, device: torch.device) -> None:
+        # What was measured, or why it was not; None until then.
         self.peak: PeakByModule | None = None
-        # This sentence stands in for the table.
-        self.why_not = ""
         self._device = device
         self._root = Module()
         self._optimizers: Sequence[Optimizer] = ()
@@ -180,7 +182,7 @@ class ModuleStep:
         self._names: dict[int, str] = {}
         # The names of the modules that run forward now, the innermost one last.
         self._running = [""]
-        # The addresses of storages that are no activations, or that a module has.
+        # The addresses of storages that are not activations, or that a module has already.
         self._counted: set[int] = set()
         self._activations_bytes: Counter[str] = Counter()
 
@@ -188,7 +190,7 @@ class ModuleStep:
         """Begin to note what autograd saves for backward."""
         self._root = module
         self._optimizers = optimizers
-        self.why_not = ""
+        self.peak = None
         self._counted.clear()
         self._activations_bytes.clear()
         self._names = {id(part): name for name, part in module.named_modules()}
@@ -207,7 +209,7 @@ class ModuleStep:
 
     def end(self, samples: int | None, peak_bytes: int | None) -> None:
         """Use what was measured, and the gradients and states that exist now."""
-        if self.why_not:
+        if self.peak is not None:
             return
         optimizers = [one for optimizer in self._optimizers for one in with_held(optimizer)]
         counted: set[Tensor] = set()
@@ -233,7 +235,7 @@ class ModuleStep:
 
     def refuse(self, reason: str) -> None:
         """Note why nothing can be measured."""
-        self.why_not = f"No table of the modules: {reason}."
+        self.peak = PeakByModule(why_not=f"No table of the modules: {reason}.")
 
     def _begin_forward(self, module: Module, inputs: object) -> None:
         # Another module, such as a metric, belongs to the one that calls it.
@@ -244,7 +246,7 @@ class ModuleStep:
 
     def _save(self, tensor: Tensor) -> None:
         # What backward computes again is freed soon. This number is private in torch 2.5 to 2.14.
-        if torch._C._current_graph_task_id() == -1 and not self.why_not:
+        if torch._C._current_graph_task_id() == -1 and self.peak is None:
             try:
                 self._activations_bytes[self._running[-1]] += self._storages_of([tensor])
             # The wrappers of torch.func have no storage, and a project may have its own tensors.

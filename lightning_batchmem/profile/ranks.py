@@ -20,19 +20,26 @@ class RankTotals(NamedTuple):
 class HostGroup:
     """All ranks, in a group that exchanges values on the host: nothing waits for a device.
 
-    Every rank must make it, and call :meth:`exchange` equally often.
+    Every rank must make it, and call its methods equally often.
     """
 
     def __init__(self) -> None:
         has_ranks = distributed.is_available() and distributed.is_initialized()
         self._size = distributed.get_world_size() if has_ranks else 1
+        # The last step of an epoch whose ranks have not exchanged their totals yet.
+        self.epoch_end_step: int | None = None
         # None is the default group.
         self._group: Any = None
         if has_ranks and distributed.get_backend() != "gloo":
             self._group = distributed.new_group(backend="gloo")
 
+    def end_epoch(self, last_step: int) -> None:
+        """Note that the next exchange is for the epoch with this last step."""
+        self.epoch_end_step = last_step
+
     def exchange(self, totals: RankTotals) -> list[RankTotals]:
         """Return the totals of all ranks, in their order."""
+        self.epoch_end_step = None
         if self._size == 1:
             return [totals]
         ranks: list[Any] = [None] * self._size

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.data_source import WatchedFetches
-from lightning_batchmem._lightning.trainer_state import (
-    callbacks_of,
-    is_of_lightning,
-    logging_step,
-    logs_at_all,
-    logs_now,
-)
+from lightning_batchmem._lightning.trainer_state import callbacks_of, logging_step, logs_now
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -28,24 +19,18 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.metrics import LoggerMetrics
+from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
 from lightning_batchmem.profile.recorder import StepRecorder
-from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.step_csv import PLAN_NAME, StepCsv
-from lightning_batchmem.profile.summary import Summary, summary_name
-from lightning_batchmem.profile.totals import Interval, Totals, ratio
+from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
+from lightning_batchmem.profile.steady_steps import SteadySteps
+from lightning_batchmem.profile.step import Interval, StageTotals, Step, Taker, Totals
+from lightning_batchmem.profile.step_csv import StepCsv
+from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
-# So many steps are kept at most.
+# At most this many steps are kept without a log.
 _MAX_STEPS = 1000
-
-
-class Sink(Protocol):
-    """Takes the steps of a run."""
-
-    def take(self, interval: Interval) -> None:
-        """Use the steps since the last call."""
 
 
 class Options(NamedTuple):
@@ -59,6 +44,48 @@ class Options(NamedTuple):
     all_loggers: bool = True
 
 
+class Takers:
+    """All that take the steps of a run, in their order.
+
+    An error in one of them, such as an alert where warnings are errors, ends the run, but each of
+    the others takes the steps too, and once.
+
+    Args:
+        totals: the totals of the run.
+        loggers: the loggers of the Trainer.
+        alerts: the alerts.
+        csv: the file of the steps; None to write none.
+    """
+
+    def __init__(
+        self, totals: StageTotals, loggers: LoggerMetrics, alerts: Alerts, csv: StepCsv | None
+    ) -> None:
+        self.totals = totals
+        self.loggers = loggers
+        self.alerts = alerts
+        self._all: list[Taker] = [totals, loggers, alerts]
+        if csv is not None:
+            self._all.insert(0, csv)
+
+    def take(self, interval: Interval) -> None:
+        self._each(iter(self._all), lambda taker: taker.take(interval))
+
+    def flush(self) -> None:
+        self._each(iter(self._all), lambda taker: taker.flush())
+
+    def close(self) -> None:
+        self._each(iter(self._all), lambda taker: taker.close())
+
+    def _each(self, takers: Iterator[Taker], use: Callable[[Taker], object]) -> None:
+        for taker in takers:
+            try:
+                use(taker)
+            except BaseException:
+                # The iterator goes on with those after it.
+                self._each(takers, use)
+                raise
+
+
 class Run:
     """Records the steps of one ``fit``, ``validate``, ``test`` or ``predict``, and reports them.
 
@@ -69,7 +96,7 @@ class Run:
         device_memory: the memory to measure; None if it cannot be measured.
         plan: the plan of a BatchFinder for this run.
         options: what the profiler records besides.
-        csv: the file for the steps.
+        folder: the files of the run; None to write none.
         snapshot: records the allocator's events; None to record none.
     """
 
@@ -82,7 +109,7 @@ class Run:
         plan: Plan | None,
         options: Options,
         *,
-        csv: StepCsv | None,
+        folder: RunFolder | None,
         snapshot: OomSnapshot | None,
     ) -> None:
         device = trainer.strategy.root_device
@@ -91,56 +118,52 @@ class Run:
                 f"MemoryProfiler measures no memory, because {device.type} or its allocator has no"
                 " peak counter."
             )
-        if csv is not None and plan is not None:
-            csv.write_text(PLAN_NAME, plan.to_json())
-        self.epoch_peak_bytes = 0
-        self.run_peak_bytes = 0
-        self._stage = stage
-        self._csv = csv
-        self._snapshot = snapshot
-        self._modules: ModuleStep | None = None
-        if options.modules and stage == "train":
-            self._modules = ModuleStep(device)
-        self._flops: FlopStep | None = None
-        if options.flops and stage == "train":
-            self._flops = FlopStep(device, str(trainer.precision), options.peak_flops)
-        self._device_name = device.type if device_memory is None else device_memory.name
-        self._cores = usable_cores() if device.type == "cpu" else None
-        self._recorder = StepRecorder(
+        is_training = stage == "train"
+        steady = SteadySteps(
             trainer,
             module,
             device_memory,
-            stage,
-            items_fn=options.items_fn,
-            measurements=[one for one in (self._flops, self._modules) if one is not None],
+            trainer.optimizers if is_training else [],
+            modules=ModuleStep(device) if options.modules and is_training else None,
+            flops=FlopStep(device, str(trainer.precision), options.peak_flops)
+            if options.flops and is_training
+            else None,
         )
+        recorder = StepRecorder(trainer, device_memory, stage, steady, options.items_fn)
+        csv = None
+        if folder is not None:
+            if plan is not None:
+                folder.write(PLAN_NAME, plan.to_json())
+            csv = StepCsv(
+                folder.csv, world_size=trainer.world_size, has_exact_times=device.type == "cpu"
+            )
+        self.epoch_peak_bytes = 0
+        self.run_peak_bytes = 0
+        self._folder = folder
+        self._snapshot = snapshot
+        self._recorder = recorder
         self._reader = DeviceReader(
             device, device_memory, math.inf if plan is None else plan.limit_bytes
         )
-        self._metrics = LoggerMetrics(
-            _loggers(trainer, all_loggers=options.all_loggers),
-            trainer.world_size,
-            self._flops,
+        self._takers = Takers(
+            StageTotals(),
+            LoggerMetrics(
+                loggers_of(trainer, all_loggers=options.all_loggers),
+                trainer.world_size,
+                steady.flops,
+            ),
+            Alerts(
+                lambda sentence: rank_zero_warn(f"MemoryProfiler: {sentence}"),
+                granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
+                planned_bytes=0 if plan is None else plan.limit_bytes,
+            ),
+            csv,
         )
-        self._alerts = Alerts(
-            lambda sentence: rank_zero_warn(f"MemoryProfiler: {sentence}"),
-            granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
-            planned_bytes=0 if plan is None else plan.limit_bytes,
-        )
-        # The file comes first, because an alert may end the run where warnings are errors.
-        self._sinks: list[Sink] = [self._alerts] if csv is None else [csv, self._alerts]
-        self._totals: defaultdict[str, Totals] = defaultdict(Totals)
-        # These steps, all of one stage, are not logged yet.
+        # The steps since the last log, all of one stage.
         self._steps: list[Step] = []
-        # These steps, all of one stage, are logged, and the sinks have not taken them.
-        self._logged: list[Step] = []
         self._is_due = False
         self._logging_step = 0
-        self._group = HostGroup() if stage == "train" else None
-        # It is the last step of an epoch whose ranks have not exchanged their totals yet.
-        self._epoch_end_step: int | None = None
-        recorder = self._recorder
-        self.end_time = recorder.run_clock.end
+        self._group = HostGroup() if is_training else None
         self._fetches = WatchedFetches(
             trainer, recorder.run_clock.request, recorder.validation_clock.request
         )
@@ -150,8 +173,8 @@ class Run:
         return type(None), ()
 
     def begin_epoch(self) -> None:
-        """Report the epoch before."""
-        if self._epoch_end_step is not None:
+        """Exchange the totals of the epoch before between the ranks."""
+        if self._group is not None and self._group.epoch_end_step is not None:
             self._join_ranks()
         self.epoch_peak_bytes = 0
 
@@ -182,12 +205,16 @@ class Run:
         """
         self._complete()
         self._recorder.skip()
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and self._group is not None:
             # The step before the next one: Lightning also logs the values of an epoch's end there.
-            self._epoch_end_step = max(0, logging_step(trainer) - 1)
+            self._group.end_epoch(max(0, logging_step(trainer) - 1))
+
+    def end_time(self) -> None:
+        """End the time of a step before the next batch is requested."""
+        self._recorder.run_clock.end()
 
     def begin_validation(self) -> None:
-        """Report the training steps before a validation: its time is none of theirs."""
+        """Report the training steps before a validation, whose time does not belong to them."""
         self._report()
         self._recorder.begin_validation()
 
@@ -195,7 +222,7 @@ class Run:
         """Report a validation in the training."""
         self._report()
         self._recorder.end_validation()
-        # The next utilization of the training is without that of the validation.
+        # The next utilization of the training is without the validation.
         self._reader.leave_out()
 
     def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
@@ -213,7 +240,7 @@ class Run:
         if self._snapshot is not None:
             self._snapshot.stop()
         self._fetches.close()
-        self._recorder.close()
+        self._recorder.steady.close()
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
             self._report()
@@ -221,16 +248,10 @@ class Run:
                 rank_peaks_bytes = self._join_ranks()
         finally:
             # After an error of the device too, the file has all steps that were reported.
-            try:
-                self._hand_over(self._reader.last)
-            finally:
-                if self._csv is not None:
-                    self._csv.close()
-        if self._stage not in self._totals:
-            return None
-        summary = self._summary(rank_peaks_bytes)
-        if self._csv is not None:
-            self._csv.write_text(summary_name(self._stage), summary.to_json())
+            self._takers.close()
+        summary = self._summary(trainer.world_size, rank_peaks_bytes)
+        if summary is not None and self._folder is not None:
+            self._folder.write(summary_name(summary.stage), summary.to_json())
         return summary
 
     def _complete(self) -> None:
@@ -242,40 +263,22 @@ class Run:
                 self._log()
 
     def _report(self) -> None:
-        """Log the steps so far, and hand them to the sinks."""
+        """Log the steps so far, and let the takers use all that they have."""
         self._complete()
         self._log()
-        self._hand_over(self._reader.last)
+        self._takers.flush()
 
     def _log(self) -> None:
-        """Log the steps since the last log.
-
-        The sinks take them with the next reading of the device, since many steps at a time take
-        less time.
-        """
+        """Hand the steps since the last log to the takers."""
         self._is_due = False
         if not self._steps:
             return
         steps = self._steps
         self._steps = []
-        self._logged += steps
-        reading = self._reader.read()
-        if self._metrics.loggers:
-            metrics = self._metrics.metrics(Interval(steps, reading or DeviceReading()))
-            self._metrics.log(metrics, self._logging_step)
-        if reading is not None:
-            self._hand_over(reading)
-
-    def _hand_over(self, reading: DeviceReading) -> None:
-        """Add the steps that were logged to the totals, and hand them to the sinks."""
-        if not self._logged:
-            return
-        interval = Interval(self._logged, reading)
-        # An error in a sink must not make the others take the steps twice.
-        self._logged = []
-        self._totals[interval.stage].add(interval.steps, reading)
-        for sink in self._sinks:
-            sink.take(interval)
+        try:
+            self._reader.read()
+        finally:
+            self._takers.take(Interval(steps, self._reader.last, self._logging_step))
 
     def _join_ranks(self) -> tuple[int, ...]:
         """Exchange the totals of the ranks, and log them if an epoch has ended.
@@ -285,68 +288,39 @@ class Run:
         if self._group is None:
             return ()
         self._report()
-        totals = self._totals.get("train", Totals())
-        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples_per_second))
-        if self._epoch_end_step is not None:
-            self._metrics.log(rank_metrics(ranks), self._epoch_end_step)
-        self._epoch_end_step = None
+        step = self._group.epoch_end_step
+        totals = self._takers.totals.by_stage.get("train", Totals())
+        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples.per_second()))
+        if step is not None:
+            self._takers.loggers.log(rank_metrics(ranks), step)
         return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
 
-    def _summary(self, rank_peaks_bytes: tuple[int, ...]) -> Summary:
-        """Return the summary of the stage of the run."""
-        totals = self._totals[self._stage]
-        highest = totals.highest
-        ranks = self._metrics.world_size
-        more: dict[str, Any] = {}
-        if self._stage == "train" and "validate" in self._totals:
-            more["validation_peak_bytes"] = self._totals["validate"].peak_bytes
-        breakdown = self._recorder.breakdown
-        if breakdown is not None:
-            more["breakdown"] = breakdown.at_peak()
-            more["outside_bytes"] = breakdown.outside_bytes
-        if self._modules is not None:
-            more["modules"] = self._modules.peak
-            more["no_modules_reason"] = self._modules.why_not
-        if self._flops is not None:
-            rate = self._flops.rate(totals.samples_per_second)
-            more |= rate._asdict()
-            more["flops_per_sample"] = self._flops.flops_per_sample
-            more["no_flops_reason"] = self._flops.why_not
-        return Summary(
-            device=self._device_name,
-            stage=self._stage,
-            steps=totals.steps,
-            peak_bytes=totals.peak_bytes,
-            peak_step=0 if highest is None else highest.number,
-            batch_size=totals.batch_size if highest is None else highest.batch_size,
-            peak_reserved_bytes=totals.reserved_bytes,
+    def _summary(self, world_size: int, rank_peaks_bytes: tuple[int, ...]) -> Summary | None:
+        """Return the summary of the stage of the run; None if it had no step."""
+        stage = self._recorder.run_clock.stage
+        by_stage = self._takers.totals.by_stage
+        if stage not in by_stage:
+            return None
+        totals = by_stage[stage]
+        steady = self._recorder.steady
+        memory = RunMemory.of(
+            totals,
+            by_stage.get("validate") if stage == "train" else None,
+            steady.breakdown,
             limit_bytes=self._reader.last.limit_bytes,
-            samples_per_second=ratio(totals.samples, totals.samples_seconds, ranks),
-            items_per_second=ratio(totals.items, totals.items_seconds, ranks),
-            step_seconds=totals.step_seconds,
-            data_wait_share=totals.wait_share,
-            busy_percent=totals.busy_percent,
-            cores=self._cores,
-            graph_steps=totals.graph_steps,
-            alerts=tuple(self._alerts.issued.values()),
             rank_peaks_bytes=rank_peaks_bytes,
-            **more,
         )
-
-
-def _loggers(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
-    """Return the loggers that get metrics."""
-    # Without log_every_n_steps, nothing is sent to them.
-    loggers = list(trainer.loggers) if logs_at_all(trainer) else []
-    if all_loggers:
-        return loggers
-    others = [one for one in loggers if not is_of_lightning(one)]
-    if others:
-        rank_zero_warn(
-            f"{type(others[0]).__name__} gets no metrics of MemoryProfiler, which it may not"
-            " expect. To log them there, add MemoryProfiler() to the callbacks."
+        flops = steady.flops
+        return Summary(
+            self._reader.device_name,
+            stage,
+            totals.steps,
+            memory,
+            RunSpeed.of(totals, world_size, self._reader.cores),
+            None if steady.modules is None else steady.modules.peak,
+            None if flops is None else flops.rate(totals.samples.per_second()),
+            tuple(self._takers.alerts.issued.values()),
         )
-    return [one for one in loggers if one not in others]
 
 
 def plan_in(trainer: Trainer) -> Plan | None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import count
+from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.step import DeviceReading
-from lightning_batchmem.profile.totals import Interval
+from lightning_batchmem.profile.run_folder import CSV_NAME
+from lightning_batchmem.profile.step import DeviceReading, Interval, Taker, Totals
 
-NAME = "memory_per_batch.csv"
-PLAN_NAME = "batch_plan.json"
 COLUMNS = (
     "step",
     "stage",
@@ -36,63 +33,51 @@ _MIB = 1 / MIB
 _UNREAD = DeviceReading()
 
 
-def make_log_dir(directory: Path) -> None:
-    """Create the log directory, and raise an OSError with a remedy if it cannot be written."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=directory).close()
-    except OSError as error:
-        text = (
-            "MemoryProfiler cannot write into the log directory; use another one, or"
-            " MemoryProfiler(csv=False)"
-        )
-        raise type(error)(error.errno, f"{text}: {error}") from error
-
-
-class StepCsv:
-    """Writes ``memory_per_batch.csv``, or the next free ``memory_per_batch_1.csv``.
+class StepCsv(Taker):
+    """Writes the rows of a file.
 
     Args:
-        directory: the directory of the file.
+        file: the file, which is empty. It is closed at the end, and after an error.
         world_size: the number of ranks.
-        has_exact_times: whether the time of each step is known. On a device only the mean time of
-            the steps of an interval is.
+        has_exact_times: whether the time of each step is known. On a device, which works while the
+            host goes on, only the mean time of the steps between two readings is.
     """
 
-    def __init__(
-        self, directory: Path, *, world_size: int = 1, has_exact_times: bool = True
-    ) -> None:
+    def __init__(self, file: TextIO, *, world_size: int = 1, has_exact_times: bool = True) -> None:
+        super().__init__()
         self._world_size = world_size
         self._has_exact_times = has_exact_times
-        self.path, self._file = _created(directory)
-        self._rows = csv.writer(self._file)
+        self._file = file
+        self._rows = csv.writer(file)
         self._rows.writerow(COLUMNS)
 
-    def take(self, interval: Interval) -> None:
+    def use(self, intervals: list[Interval]) -> None:
         """Write the steps, so that another process can read them."""
         if self._file.closed:
             return
         try:
-            self._rows.writerows(self._cells(interval))
+            self._rows.writerows(self._cells(intervals))
             self._file.flush()
         except OSError as error:
             # Closing the file flushes it again, which may fail too.
             with suppress(OSError):
                 self._file.close()
-            rank_zero_warn(f"{self.path} gets no more rows: {error}")
+            rank_zero_warn(f"{self._file.name} gets no more rows: {error}")
 
     def close(self) -> None:
+        self.flush()
         try:
             self._file.close()
         except OSError as error:
-            rank_zero_warn(f"{self.path} lacks its last rows: {error}")
+            rank_zero_warn(f"{self._file.name} lacks its last rows: {error}")
 
-    def _cells(self, interval: Interval) -> Iterator[list[object]]:
+    def _cells(self, intervals: list[Interval]) -> Iterator[list[object]]:
         """Yield the cells of each row, in the order of the columns; unknown ones are empty."""
-        mean_seconds = None if self._has_exact_times else interval.totals.step_seconds
-        for step in interval.steps:
+        last = intervals[-1]
+        mean_seconds = None if self._has_exact_times else Totals.of(intervals).step_seconds
+        for step in chain.from_iterable(interval.steps for interval in intervals):
             # The device was read at the end of the last step.
-            reading = interval.reading if step is interval.steps[-1] else _UNREAD
+            reading = last.reading if step is last.steps[-1] else _UNREAD
             seconds = mean_seconds or step.seconds
             ranks_per_second = self._world_size / seconds if seconds > 0 else None
             wait_percent = 100.0 / step.seconds if step.seconds > 0 else None
@@ -112,31 +97,9 @@ class StepCsv:
                 _product(percent if kind == "cpu_pct" else None, 1),
             ]
 
-    def write_text(self, name: str, text: str) -> None:
-        """Write another file of this run, and warn if this fails.
-
-        Its name has the number of the CSV. A link with this name is replaced, not followed.
-        """
-        number = self.path.stem.removeprefix(Path(NAME).stem)
-        path = self.path.with_name(name.replace(".", number + "."))
-        try:
-            path.unlink(missing_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            rank_zero_warn(f"{path} could not be written: {error}")
-
 
 def _product(value: float | None, factor: float | None) -> str:
     return "" if value is None or factor is None else f"{value * factor:.3f}"
-
-
-def _created(directory: Path) -> tuple[Path, TextIO]:
-    for number in count():
-        path = directory / (f"{Path(NAME).stem}_{number}.csv" if number else NAME)
-        # A link to nothing raises this error too.
-        with suppress(FileExistsError):
-            return path, path.open("x", newline="", encoding="utf-8")
-    raise AssertionError("the paths do not end")
 
 
 Row = dict[str, Any]
@@ -155,7 +118,7 @@ def read_rows(path: Path) -> list[Row]:
         header = reader.fieldnames or ()
         if not {"step", "stage", "peak_allocated_mib"} <= set(header):
             raise ValueError(
-                f"path must be that of a {NAME}, got {path} with the header"
+                f"path must be that of a {CSV_NAME}, got {path} with the header"
                 f" {','.join(header)[:80]!r}"
             )
         return [_read_row(cells) for cells in reader]

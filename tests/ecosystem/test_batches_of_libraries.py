@@ -69,7 +69,7 @@ def test_graphs_of_torch_geometric_are_counted(tmp_path, in_datamodule):
 
     path = "kwargs.batch_size" if in_datamodule else "batch_size"
     plan, summary = train_twice(train, BatchFinder, MemoryProfiler, batch_arg_name=path)
-    assert (summary.batch_size, summary.steps) == (16, 8)
+    assert (summary.memory.batch_size, summary.steps) == (16, 8)
     assert "train_dataloader: Samples differ in size" in " ".join(plan.notes)
 
 

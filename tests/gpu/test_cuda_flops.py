@@ -52,8 +52,8 @@ def test_the_count_is_exact_and_the_training_is_the_same(tmp_path):
     counted, recorder = train(tmp_path, normalized, profiler)
     plain, _ = train(tmp_path, normalized, MemoryProfiler())
     assert all(map(torch.equal, counted.parameters(), plain.parameters()))
-    assert profiler.summary.flops_per_sample == 2 * (2 * 64 * 256) + 3 * (2 * 256 * 8)
-    assert profiler.summary.no_flops_reason == ""
+    assert profiler.summary.flops.flops_per_sample == 2 * (2 * 64 * 256) + 3 * (2 * 256 * 8)
+    assert profiler.summary.flops.why_not == ""
     metrics = recorder.ours[-1][1]
     assert 0 < metrics["throughput/mfu_pct"] < 100
     assert recorder.ours[0][1].get("memory/alloc_retries", 0) == 0
@@ -64,7 +64,7 @@ def test_cudnn_has_no_formula_for_an_lstm(tmp_path):
     profiler = MemoryProfiler(flops=True, peak_flops=1e15)
     train(tmp_path, lambda: nn.LSTM(64, 32), profiler)
     reason = "No FLOPs: torch has no formula for the operator aten._cudnn_rnn."
-    assert profiler.summary.no_flops_reason == reason
+    assert profiler.summary.flops.why_not == reason
 
 
 # Lightning warns of a device that its table lacks.
@@ -84,7 +84,7 @@ def test_a_large_product_is_below_the_peak(tmp_path, precision):
     )
     trainer.fit(Net(large()), DataLoader(torch.randn(4096, 4096), batch_size=2048))
     summary = profiler.summary
-    assert summary.tflops_per_device > 0
-    if summary.mfu_pct is None:
-        pytest.skip(summary.no_flops_reason)
-    assert 0 < summary.mfu_pct < 100
+    assert summary.flops.tflops_per_device > 0
+    if summary.flops.mfu_pct is None:
+        pytest.skip(summary.flops.why_not)
+    assert 0 < summary.flops.mfu_pct < 100

@@ -1,4 +1,4 @@
-"""A rank of test_totals.py, which trains with the profiler under DDP and FSDP2.
+"""A rank of test_ranks.py, which trains with the profiler under DDP and FSDP2.
 
 It writes the results to a file.
 """
@@ -56,9 +56,9 @@ def train(module, strategy, directory):
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(24, 64)), batch_size=4))
     summary = profiler.summary
     return {
-        "peaks": summary.rank_peaks_bytes,
-        "own": summary.peak_bytes,
-        "breakdown": asdict(summary.breakdown),
+        "peaks": summary.memory.rank_peaks_bytes,
+        "own": summary.memory.peak_bytes,
+        "breakdown": asdict(summary.memory.breakdown),
     }
 
 
@@ -110,7 +110,7 @@ def train_after_bar(*callbacks, error=None, **options):
     return {
         # Only rank 0 has the logger.
         "steps": [step for step, metrics in logger.others if "ranks/highest_rank" in metrics],
-        "ranks": len(profiler.summary.rank_peaks_bytes),
+        "ranks": len(profiler.summary.memory.rank_peaks_bytes),
     }
 
 

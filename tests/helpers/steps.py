@@ -1,7 +1,6 @@
 """Steps of a profile and intervals of them, made by hand."""
 
-from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.totals import Interval
+from lightning_batchmem.profile.step import DeviceReading, Interval, Step
 
 MIB = 2**20
 
@@ -23,4 +22,4 @@ UNREAD = DeviceReading()
 
 
 def interval(*steps, reading=UNREAD):
-    return Interval(list(steps), reading)
+    return Interval(list(steps), reading, logging_step=0)

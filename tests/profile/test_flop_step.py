@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-import lightning_batchmem.profile.recorder
+import lightning_batchmem.profile.steady_steps
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.profile.flop_step import (
@@ -87,8 +87,8 @@ def test_the_rate_is_logged_and_the_training_is_the_same(tmp_path, capsys):
     assert counted.losses == plain.losses
     assert all(map(torch.equal, counted.parameters(), plain.parameters()))
 
-    assert profiler.summary.flops_per_sample == FLOPS_PER_SAMPLE
-    assert profiler.summary.no_flops_reason == ""
+    assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
+    assert profiler.summary.flops.why_not == ""
     rows = {step: metrics for step, metrics in recorder.ours if "throughput/mfu_pct" in metrics}
     # The time of the counted step is not that of the others.
     assert list(rows) == [3, 4, 5]
@@ -98,9 +98,9 @@ def test_the_rate_is_logged_and_the_training_is_the_same(tmp_path, capsys):
         assert metrics["throughput/tflops_per_device"] == pytest.approx(tflops)
         assert metrics["throughput/mfu_pct"] == pytest.approx(100 * tflops)
     assert not any("throughput/tflops_per_device" in metrics for _, metrics in others.ours)
-    tflops = FLOPS_PER_SAMPLE * profiler.summary.samples_per_second / 1e12
-    assert profiler.summary.tflops_per_device == pytest.approx(tflops)
-    assert profiler.summary.mfu_pct == pytest.approx(100 * tflops)
+    tflops = FLOPS_PER_SAMPLE * profiler.summary.speed.samples_per_second / 1e12
+    assert profiler.summary.flops.tflops_per_device == pytest.approx(tflops)
+    assert profiler.summary.flops.mfu_pct == pytest.approx(100 * tflops)
     assert f"{FLOPS_PER_SAMPLE:,} FLOP per sample" in capsys.readouterr().out
     text = next(tmp_path.rglob("memory_summary.json")).read_text()
     assert Summary.from_json(text) == profiler.summary
@@ -111,16 +111,16 @@ def test_a_smaller_last_batch_counts_with_its_samples(tmp_path):
     profiler = MemoryProfiler(flops=True)
     module, _ = train(tmp_path, profiler, batches=batches, max_steps=5)
     assert module.counted_steps == [2]
-    assert profiler.summary.flops_per_sample == FLOPS_PER_SAMPLE
+    assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
 
 
 def test_the_unknown_peak_of_a_cpu_leaves_out_the_mfu_only(tmp_path, capsys):
     profiler = MemoryProfiler(flops=True)
     _, recorder = train(tmp_path, profiler)
-    assert profiler.summary.flops_per_sample == FLOPS_PER_SAMPLE
-    assert profiler.summary.mfu_pct is None
+    assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
+    assert profiler.summary.flops.mfu_pct is None
     sentence = "No MFU: the peak of host with precision 32-true is unknown. Set peak_flops."
-    assert profiler.summary.no_flops_reason == sentence
+    assert profiler.summary.flops.why_not == sentence
     assert sentence in capsys.readouterr().out
     assert "throughput/tflops_per_device" in recorder.ours[-1][1]
     assert "throughput/mfu_pct" not in recorder.ours[-1][1]
@@ -128,18 +128,20 @@ def test_the_unknown_peak_of_a_cpu_leaves_out_the_mfu_only(tmp_path, capsys):
 
 def test_a_rate_needs_the_operations_and_the_speed():
     flops = FlopStep(torch.device("cpu"), "32-true", 1e12)
-    assert flops.rate(300.0) == FlopRate(None, None)
+    reason = flops.why_not
+    assert flops.rate(300.0) == FlopRate(why_not=reason)
     flops.flops_per_sample = 2e9
-    assert flops.rate(300.0) == FlopRate(pytest.approx(0.6), pytest.approx(60.0))
-    assert flops.rate(None) == FlopRate(None, None)
+    known = FlopRate(2e9, pytest.approx(0.6), pytest.approx(60.0), why_not=reason)
+    assert flops.rate(300.0) == known
+    assert flops.rate(None) == FlopRate(2e9, why_not=reason)
 
 
 def test_modules_and_flops_measure_different_steps(tmp_path):
     profiler = MemoryProfiler(flops=True, modules=True)
     module, _ = train(tmp_path, profiler)
     assert module.counted_steps == [3]
-    assert profiler.summary.modules is not None
-    assert profiler.summary.flops_per_sample == FLOPS_PER_SAMPLE
+    assert profiler.summary.modules.modules
+    assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
 
 
 def test_one_batch_of_an_accumulated_step_counts(tmp_path):
@@ -147,14 +149,14 @@ def test_one_batch_of_an_accumulated_step_counts(tmp_path):
     module, _ = train(tmp_path, profiler, accumulate_grad_batches=2)
     # The breakdown is taken in batch 2, and the modules have batch 3.
     assert module.counted_steps == [4]
-    assert profiler.summary.flops_per_sample == FLOPS_PER_SAMPLE
+    assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
 
 
 def test_each_pass_of_a_manual_step_counts(tmp_path):
     profiler = MemoryProfiler(flops=True)
     module, _ = train(tmp_path, profiler, Manual(), max_steps=12)
     assert len(module.counted_steps) == 2
-    assert profiler.summary.flops_per_sample == 2 * FLOPS_PER_SAMPLE
+    assert profiler.summary.flops.flops_per_sample == 2 * FLOPS_PER_SAMPLE
 
 
 class Recurrent(nn.Module):
@@ -170,10 +172,15 @@ def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys):
     profiler = MemoryProfiler(flops=True, peak_flops=1e12)
     _, recorder = train(tmp_path, profiler, Net(Recurrent()))
     summary = profiler.summary
-    assert summary.flops_per_sample is summary.tflops_per_device is summary.mfu_pct is None
+    assert (
+        summary.flops.flops_per_sample
+        is summary.flops.tflops_per_device
+        is summary.flops.mfu_pct
+        is None
+    )
     reason = "No FLOPs: torch has no formula for the operator aten.mkldnn_rnn_layer."
-    assert summary.no_flops_reason == reason
-    assert summary.no_flops_reason in capsys.readouterr().out
+    assert summary.flops.why_not == reason
+    assert summary.flops.why_not in capsys.readouterr().out
     assert not any("throughput/tflops_per_device" in metrics for _, metrics in recorder.ours)
 
 
@@ -181,13 +188,15 @@ def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys):
 @pytest.mark.parametrize(("frames", "steps"), [((1, 1), []), ((0, 1), [2])])
 def test_a_compiled_step_is_not_counted(tmp_path, monkeypatch, frames, steps):
     now = iter(frames)
-    monkeypatch.setattr(lightning_batchmem.profile.recorder, "compiled_frames", lambda: next(now))
+    monkeypatch.setattr(
+        lightning_batchmem.profile.steady_steps, "compiled_frames", lambda: next(now)
+    )
     profiler = MemoryProfiler(flops=True)
     module, _ = train(tmp_path, profiler)
     assert module.counted_steps == steps
-    assert profiler.summary.flops_per_sample is None
+    assert profiler.summary.flops.flops_per_sample is None
     reason = "No FLOPs: torch.compile has compiled something in this process."
-    assert profiler.summary.no_flops_reason == reason
+    assert profiler.summary.flops.why_not == reason
 
 
 def test_without_the_number_of_samples_nothing_is_scaled(tmp_path):
@@ -200,14 +209,14 @@ def test_without_the_number_of_samples_nothing_is_scaled(tmp_path):
     with pytest.warns(UserWarning, match="cannot count the samples"):
         train(tmp_path, profiler, Uneven(), batches, max_steps=5)
     reason = "No FLOPs: the number of samples in the batch is unknown."
-    assert profiler.summary.no_flops_reason == reason
+    assert profiler.summary.flops.why_not == reason
 
 
 def test_a_run_that_ends_early_has_a_reason(tmp_path):
     profiler = MemoryProfiler(flops=True)
     train(tmp_path, profiler, max_steps=2)
     reason = "No FLOPs: the run ended before the step that counts them."
-    assert profiler.summary.no_flops_reason == reason
+    assert profiler.summary.flops.why_not == reason
 
 
 def test_an_error_in_the_counted_step_leaves_nothing_behind(tmp_path):
@@ -234,7 +243,7 @@ def test_an_evaluation_counts_nothing(tmp_path):
     batches = DataLoader(torch.randn(48, 16), batch_size=8)
     trainer_for(tmp_path, profiler, logger=recorder).test(module, batches)
     assert module.counted_steps == []
-    assert profiler.summary.no_flops_reason == ""
+    assert profiler.summary.flops is None
 
 
 @pytest.mark.parametrize("peak", [0, -1.0, float("nan"), float("inf"), "1e12", True])

@@ -6,8 +6,8 @@ from tests.helpers.steps import MIB, interval, step
 
 
 def metrics_of(*steps, world_size=1, limit_bytes=None):
-    sink = LoggerMetrics([], world_size)
-    return sink.metrics(interval(*steps, reading=DeviceReading(limit_bytes)))
+    loggers = LoggerMetrics([], world_size)
+    return loggers.metrics(interval(*steps, reading=DeviceReading(limit_bytes)))
 
 
 def test_metrics_are_maxima_of_bytes_and_means_of_times():

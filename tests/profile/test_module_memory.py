@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-import lightning_batchmem.profile.recorder
+import lightning_batchmem.profile.steady_steps
 from lightning_batchmem import MemoryProfiler
-from lightning_batchmem.profile.module_memory import ModuleStep
+from lightning_batchmem.profile.module_memory import ModuleStep, PeakByModule
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers.measured_modules import Checkpointed, Twice
 
@@ -153,7 +153,7 @@ def test_the_table_has_the_modules_and_the_training_is_the_same(tmp_path, capsys
     without = MemoryProfiler()
     plain = train(tmp_path, Recorder(), without)
     assert plain.measured_steps == []
-    assert (without.summary.modules, without.summary.no_modules_reason) == (None, "")
+    assert without.summary.modules is None
     for weight, expected in zip(measured.parameters(), plain.parameters(), strict=True):
         assert torch.equal(weight, expected)
     modules = profiler.summary.modules
@@ -196,11 +196,11 @@ def test_a_step_that_is_skipped_is_not_measured_until_the_next_one(tmp_path):
 
 
 def test_a_compiled_step_gets_a_sentence(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lightning_batchmem.profile.recorder, "compiled_frames", lambda: 1)
+    monkeypatch.setattr(lightning_batchmem.profile.steady_steps, "compiled_frames", lambda: 1)
     profiler = MemoryProfiler(modules=True)
     train(tmp_path, Blocks(), profiler)
-    assert profiler.summary.modules is None
     sentence = "No table of the modules: torch.compile has compiled something in this process."
+    assert profiler.summary.modules == PeakByModule(why_not=sentence)
     assert sentence in capsys.readouterr().out
 
 
@@ -224,10 +224,8 @@ def test_hooks_of_the_training_stay_and_there_is_no_table():
         step.close()
     step.end(4, None)
     assert packed
-    assert step.peak is None
-    assert step.why_not == (
-        "No table of the modules: the training has hooks on saved tensors itself."
-    )
+    reason = "No table of the modules: the training has hooks on saved tensors itself."
+    assert step.peak == PeakByModule(why_not=reason)
 
 
 def test_a_saved_tensor_that_changed_in_place_is_an_error_as_without_the_measurement():

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_batchmem.profile.run_folder import RunFolder, make_log_dir
 from lightning_batchmem.profile.step import DeviceReading, Step
-from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, make_log_dir, read_rows
+from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, read_rows
 from tests.helpers.profiled import MIB, rows
 from tests.helpers.steps import UNREAD, interval
 
@@ -17,21 +18,19 @@ STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB)
 
 def written(directory, *steps, reading=UNREAD, **options):
     make_log_dir(directory)
-    file = StepCsv(directory, **options)
+    folder = RunFolder(directory)
+    file = StepCsv(folder.csv, **options)
     file.take(interval(*steps, reading=reading))
     file.close()
-    return file.path
+    return folder.path
 
 
 def test_units_and_columns(tmp_path):
-    make_log_dir(tmp_path / "made" / "on the way")
-    file = StepCsv(tmp_path / "made" / "on the way", world_size=2)
     step = STEP._replace(items=100)
     reading = DeviceReading(16 * MIB, ("gpu_pct", 81.5))
-    file.take(interval(STEP, step, reading=reading))
-    file.close()
-    assert file.path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
-    first, row = rows(file.path)
+    path = written(tmp_path, STEP, step, reading=reading, world_size=2)
+    assert path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
+    first, row = rows(path)
     # The device is read at the end of the last step.
     assert (first["limit_mib"], first["gpu_pct"]) == ("", "")
     present = {name: value for name, value in row.items() if value}
@@ -54,17 +53,6 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
     assert row["peak_allocated_mib"] == ""
 
 
-def test_each_run_has_its_own_file(tmp_path):
-    names = [written(tmp_path, STEP).name for _ in "123"]
-    expected = ["memory_per_batch.csv", "memory_per_batch_1.csv", "memory_per_batch_2.csv"]
-    assert names == expected
-
-
-def test_a_link_to_nothing_keeps_its_name(tmp_path):
-    (tmp_path / "memory_per_batch.csv").symlink_to(tmp_path / "deleted")
-    assert written(tmp_path, STEP).name == "memory_per_batch_1.csv"
-
-
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, STEP, reading=DeviceReading(16 * MIB)))
     memory = {"peak_allocated_mib": 3, "peak_reserved_mib": 4, "limit_mib": 16}
@@ -76,53 +64,46 @@ def test_rows_are_read_back(tmp_path):
 
 
 def test_rows_are_in_the_file_before_its_end(tmp_path):
-    file = StepCsv(tmp_path)
+    folder = RunFolder(tmp_path)
+    file = StepCsv(folder.csv)
     file.take(interval(STEP, STEP))
     file.take(interval(STEP))
-    assert len(rows(file.path)) == 3
+    assert len(rows(folder.path)) == 3
     file.close()
     file.close()
+
+
+def test_steps_wait_for_a_new_reading_of_the_device(tmp_path):
+    folder = RunFolder(tmp_path)
+    file = StepCsv(folder.csv, has_exact_times=False)
+    older = DeviceReading(16 * MIB, is_new=False)
+    file.take(interval(STEP._replace(seconds=0.5), reading=older))
+    file.take(interval(STEP._replace(seconds=1.5), STEP._replace(seconds=1.0), reading=older))
+    assert rows(folder.path) == []
+    file.take(interval(STEP._replace(seconds=3.0), reading=DeviceReading(32 * MIB)))
+    file.take(interval(STEP._replace(seconds=2.0), reading=older))
+    assert len(rows(folder.path)) == 4
+    # At the end the last reading is the older one.
+    file.close()
+    found = rows(folder.path)
+    assert [row["step_ms"] for row in found] == ["1500.000"] * 4 + ["2000.000"]
+    assert [row["limit_mib"] for row in found] == ["", "", "", "32.000", "16.000"]
 
 
 def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path):
-    file = StepCsv(tmp_path)
+    folder = RunFolder(tmp_path)
+    file = StepCsv(folder.csv)
     file.take(interval(STEP))
     with open("/dev/full", "w") as full:
         for descriptor in Path("/proc/self/fd").iterdir():
-            if descriptor.exists() and descriptor.samefile(file.path):
+            if descriptor.exists() and descriptor.samefile(folder.path):
                 os.dup2(full.fileno(), int(descriptor.name))
-    with pytest.warns(UserWarning, match="no more rows.*No space left"):
+    with pytest.warns(UserWarning, match=r"memory_per_batch\.csv gets no more rows.*No space left"):
         file.take(interval(STEP))
     # Without another warning, which would be an error.
     file.take(interval(STEP))
     file.close()
-    assert len(rows(file.path)) == 1
-
-
-def test_other_files_have_the_number_of_the_csv(tmp_path):
-    written(tmp_path, STEP)
-    file = StepCsv(tmp_path)
-    file.write_text("memory_summary.json", "{}")
-    assert (tmp_path / "memory_summary_1.json").read_text() == "{}"
-    (tmp_path / "batch_plan_1.json").mkdir()
-    files = set(tmp_path.iterdir())
-    with pytest.warns(UserWarning, match=r"batch_plan_1\.json could not be written"):
-        file.write_text("batch_plan.json", "{}")
-    assert set(tmp_path.iterdir()) == files
-    file.close()
-
-
-def test_a_link_with_the_name_of_a_file_is_not_followed(tmp_path):
-    private = tmp_path / "private"
-    private.write_text("private")
-    (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / "batch_plan.json"
-    link.symlink_to(private)
-    file = StepCsv(tmp_path / "run")
-    file.write_text("batch_plan.json", "{}")
-    file.close()
-    assert private.read_text() == "private"
-    assert (link.is_symlink(), link.read_text()) == (False, "{}")
+    assert len(rows(folder.path)) == 1
 
 
 def test_on_a_device_each_row_has_the_mean_time(tmp_path):

@@ -1,56 +1,70 @@
-import io
 import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.summary import Summary, show_summary
+from lightning_batchmem.profile.flop_step import FlopRate
+from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
+from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
+from lightning_batchmem.profile.text import summary_text
 
 SUMMARY = Summary(
     device="host",
+    stage="train",
     steps=1200,
-    peak_bytes=2000 * MIB,
-    peak_step=37,
-    batch_size=64,
-    peak_reserved_bytes=None,
-    limit_bytes=8192 * MIB,
-    breakdown=MemoryBreakdown(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
-    samples_per_second=1234.5,
-    step_seconds=0.0125,
-    data_wait_share=0.25,
+    memory=RunMemory(
+        peak_bytes=2000 * MIB,
+        peak_step=37,
+        batch_size=64,
+        peak_reserved_bytes=None,
+        limit_bytes=8192 * MIB,
+        breakdown=MemoryBreakdown(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
+    ),
+    speed=RunSpeed(step_seconds=0.0125, samples_per_second=1234.5, data_wait_share=0.25),
 )
+
+
+def with_memory(summary, **values):
+    return replace(summary, memory=replace(summary.memory, **values))
+
+
+def with_speed(summary, **values):
+    return replace(summary, speed=replace(summary.speed, **values))
+
+
 CUDA = replace(
-    SUMMARY,
-    device="cuda",
-    peak_reserved_bytes=2100 * MIB,
-    outside_bytes=512 * MIB,
+    with_memory(SUMMARY, peak_reserved_bytes=2100 * MIB, outside_bytes=512 * MIB), device="cuda"
 )
-NO_MEMORY = replace(SUMMARY, device="mps", peak_bytes=None, limit_bytes=None, breakdown=None)
-UNKNOWN = replace(
-    SUMMARY, breakdown=None, samples_per_second=None, data_wait_share=None, batch_size=None
+NO_MEMORY = replace(
+    with_memory(SUMMARY, peak_bytes=None, limit_bytes=None, breakdown=None), device="mps"
+)
+UNKNOWN = with_speed(
+    with_memory(SUMMARY, breakdown=None, batch_size=None),
+    samples_per_second=None,
+    data_wait_share=None,
 )
 VALIDATION = replace(SUMMARY, stage="validate")
 MORE = replace(
-    SUMMARY,
-    validation_peak_bytes=2500 * MIB,
+    with_speed(
+        with_memory(SUMMARY, validation_peak_bytes=2500 * MIB, rank_peaks_bytes=(MIB, 2 * MIB)),
+        items_per_second=99.5,
+    ),
     alerts=("Something rises.",),
-    rank_peaks_bytes=(MIB, 2 * MIB),
-    items_per_second=99.5,
+    modules=PeakByModule((ModuleMemory("layer", "Linear", MIB),), 2 * MIB, 4),
+    flops=FlopRate(2e9, 0.6, None, "No MFU."),
 )
 
 
 def lines(summary):
-    console = Console(width=80, file=io.StringIO())
-    show_summary(summary, console)
-    return console.file.getvalue().splitlines()
+    return summary_text(summary).splitlines()
 
 
 def cells(summary):
-    rows = [line.split("│")[1:4] for line in lines(summary) if "│" in line]
-    return {name.strip(): (size.strip(), share.strip()) for name, size, share in rows}
+    found = [line.split("|")[1:4] for line in lines(summary) if line.startswith("|")]
+    # The first rows are the headings, and the line below them.
+    return {name.strip(): (size.strip(), share.strip()) for name, size, share in found[2:]}
 
 
 def test_every_part_with_its_share():
@@ -83,9 +97,9 @@ def test_every_part_with_its_share():
             [
                 "Reserved: 2,100.0 MiB",
                 # Only an allocator tells freed memory apart.
-                "activations and temporaries │ 1,500.0 MiB",
-                "peak, live │ 2,000.0 MiB",
-                "cached, unused │ 100.0 MiB",
+                "activations and temporaries | 1,500.0 MiB",
+                "peak, live | 2,000.0 MiB",
+                "cached, unused | 100.0 MiB",
                 "other (workspaces, kept tensors)",
             ],
             [],
@@ -106,6 +120,21 @@ def test_every_part_with_its_share():
             ],
             [],
         ),
+        (
+            MORE,
+            [
+                "Memory by module at the peak of a step | module | memory",
+                "| layer (Linear) | 1.0 MiB | 50.0% | 0.000 MiB | 0.000 MiB |",
+                "0.6 TFLOP/s per device, 2,000,000,000 FLOP per sample",
+                "No MFU.",
+            ],
+            [],
+        ),
+        (
+            replace(SUMMARY, modules=PeakByModule(why_not="No table of the modules: why.")),
+            ["No table of the modules: why."],
+            ["Memory by module"],
+        ),
         (VALIDATION, ["Memory of a validation step (host)"], ["of the validation"]),
         (
             UNKNOWN,
@@ -114,12 +143,12 @@ def test_every_part_with_its_share():
         ),
         (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
         (
-            replace(SUMMARY, peak_bytes=2001 * MIB),
+            with_memory(SUMMARY, peak_bytes=2001 * MIB),
             ["came before the first step after an optimizer step"],
             [],
         ),
         (
-            replace(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)),
+            with_memory(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)),
             ["are not resident"],
             [],
         ),
@@ -134,9 +163,8 @@ def test_other_numbers_are_below_the_table(summary, present, missing):
 def test_a_notebook_shows_the_table_and_a_list_one_line():
     markdown = MORE._repr_markdown_()
     table = "\n".join(lines(MORE))
-    assert markdown.startswith("```text\n")
-    assert markdown.endswith("\n```")
-    assert markdown.count("│") == table.count("│") > 0
+    assert markdown == f"```text\n{table}\n```"
+    assert markdown.count("|") > 0
     assert "Peaks of 2 ranks" in markdown
     assert repr(MORE) == (
         "<Summary of training: peak 2,000.0 MiB, 1,200 steps of 12.5 ms, 1,234.5 samples/s,"
@@ -160,13 +188,14 @@ def test_other_json_is_no_summary(wrong):
 
 def test_what_limits_the_run_is_the_first_line():
     # The reserved memory counts on a device, and the resident set on the host.
-    full = replace(SUMMARY, limit_bytes=2100 * MIB)
+    full = with_memory(SUMMARY, limit_bytes=2100 * MIB)
     assert lines(full)[0].startswith("Limited by memory: 95% of the limit.")
-    assert lines(replace(CUDA, limit_bytes=2100 * MIB))[0].startswith("Limited by memory: 100%")
-    busy = lines(replace(full, busy_percent=96.0, cores=2))
+    full_cuda = with_memory(CUDA, limit_bytes=2100 * MIB)
+    assert lines(full_cuda)[0].startswith("Limited by memory: 100%")
+    busy = lines(with_speed(full, busy_percent=96.0, cores=2))
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
     assert "Cores of this process (2): 96.0% busy" in busy
-    assert "Device: 20.0% busy" in lines(replace(CUDA, busy_percent=20.0))
+    assert "Device: 20.0% busy" in lines(with_speed(CUDA, busy_percent=20.0))
     # The search may have found that larger batches are slower.
     assert "larger batches" not in full.conclusion
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
@@ -187,12 +216,11 @@ def test_what_limits_the_run_is_the_first_line():
     ],
 )
 def test_the_largest_limit_is_named(wait, held, busy, start):
-    summary = replace(
-        SUMMARY, data_wait_share=wait, peak_bytes=held, limit_bytes=1000, busy_percent=busy
-    )
+    summary = with_memory(SUMMARY, peak_bytes=held, limit_bytes=1000)
+    summary = with_speed(summary, data_wait_share=wait, busy_percent=busy)
     assert summary.conclusion.startswith(start)
     assert bool(summary.conclusion) == bool(start)
 
 
 def test_without_a_limit_memory_does_not_decide():
-    assert not replace(SUMMARY, limit_bytes=None).conclusion
+    assert not with_memory(SUMMARY, limit_bytes=None).conclusion

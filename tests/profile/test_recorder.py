@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_batchmem.profile.step_clock import StepClock
+from lightning_batchmem.profile.recorder import StepClock
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run_step(at, requested, arrived, ended):
     if requested is not None:
         at(requested).request()
     at(arrived).start(arrived)
-    at(ended).in_step = False
+    at(ended).stop()
 
 
 def test_a_step_lasts_until_the_next_request(timed):
@@ -41,10 +41,9 @@ def test_an_evaluation_ends_the_time_of_a_step(timed):
 
 
 def test_a_step_that_asks_for_batches_itself_begins_when_it_is_called(timed):
-    run_step(timed, None, 3.0, 3.0)
-    timed(4.0).in_step = True
+    timed(3.0).start(3.0)
     timed(4.0).request()
-    timed(5.0).in_step = False
+    timed(5.0).stop()
     assert timed(7.0).seconds() == (4.0, None)
 
 

@@ -1,0 +1,231 @@
+"""What is measured once in a run, in its steady state: breakdown, modules and operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.breakdown import MemoryBreakdown, measure_breakdown
+from lightning_batchmem.devices.foreign_values import attributes_of, error_text, value_or_none
+from lightning_batchmem.devices.optimizers import StepHooks
+from lightning_batchmem.devices.tensors import has_own_tensors
+from lightning_batchmem.profile.flop_step import FlopStep
+from lightning_batchmem.profile.module_memory import ModuleStep
+from lightning_batchmem.search.compiled import compiled_frames
+
+_BREAKDOWN = "The memory breakdown"
+_COMPILED = "torch.compile has compiled something in this process"
+
+
+class SteadySteps:
+    """Measures the memory breakdown, and what is asked for besides, in a steady step each.
+
+    All of these slow a step down. A training is steady after the first step of an optimizer, and an
+    evaluation from its second step on.
+
+    Args:
+        trainer: the Trainer.
+        module: its module.
+        device_memory: the memory to measure; None if it cannot be measured.
+        optimizers: the optimizers; none in an evaluation.
+        modules: divides the memory of a step among the modules; None to leave it out.
+        flops: counts the operations of a step; None to leave it out.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        device_memory: DeviceMemory | None,
+        optimizers: list[Any],
+        *,
+        modules: ModuleStep | None,
+        flops: FlopStep | None,
+    ) -> None:
+        self.modules = modules
+        self.flops = flops
+        self._optimizers = optimizers
+        self._to_measure = [one for one in (flops, modules) if one is not None]
+        self._measured: ModuleStep | FlopStep | None = None
+        # An OomGuard counts in this attribute.
+        self._guards: list[Any] = [
+            one for one in callbacks_of(trainer) if "oom_splits" in attributes_of(one)
+        ]
+        self._splits_before = 0
+        self._is_steady = False
+        self._hooks = StepHooks()
+        are_noted = [self._hooks.add(one, self._note_step) for one in optimizers]
+        # Without a hook, the state is steady after the first step.
+        self._is_noted = any(are_noted)
+        self.breakdown: SteadyBreakdown | None = None
+        if device_memory is not None:
+            device = trainer.strategy.root_device
+            self.breakdown = value_or_none(
+                _BREAKDOWN, SteadyBreakdown, device_memory, device, module, optimizers
+            )
+
+    def begin(self, module: LightningModule, batch: object) -> bool:
+        """Begin what is measured in this step.
+
+        Returns:
+            Whether that is the breakdown. Its time does not belong to the step.
+        """
+        if not self._is_steady:
+            return False
+        self._hooks.remove()
+        breakdown = self.breakdown
+        if breakdown is not None and breakdown.is_due:
+            value_or_none(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
+            if breakdown.is_due:
+                self.breakdown = None
+            return True
+        if self._to_measure:
+            self._begin_measurement(self._to_measure.pop(), module, batch)
+        return False
+
+    def end(self, samples: int | None, peak_bytes: int | None) -> bool:
+        """Use what was measured in this step, and return whether anything was.
+
+        Args:
+            samples: the samples of its batch; None if they are unknown.
+            peak_bytes: its peak; None if it is unknown.
+        """
+        if not self._is_noted:
+            # An evaluation is in its steady state from the second step on too.
+            self._is_steady = True
+        measured = self._measured
+        if measured is None:
+            return False
+        if self._splits() != self._splits_before:
+            # It includes the attempt that failed.
+            self.drop()
+            return True
+        self._measured = None
+        measured.close()
+        if compiled_frames() > 0:
+            measured.refuse(_COMPILED)
+            return True
+        try:
+            measured.end(samples, peak_bytes)
+        # As at its begin.
+        except Exception as error:  # noqa: BLE001
+            self._refuse(measured, error)
+        return True
+
+    def add_peak(self, peak_bytes: int) -> None:
+        """Add the peak of a step to the breakdown, if it was taken."""
+        if self.breakdown is not None:
+            self.breakdown.add_peak(peak_bytes)
+
+    def drop(self) -> None:
+        """Stop to measure a step that has not ended, and measure another one instead."""
+        if self._measured is not None:
+            self._measured.close()
+            self._to_measure.append(self._measured)
+            self._measured = None
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._hooks.remove()
+        self.drop()
+
+    def _begin_measurement(
+        self, measurement: ModuleStep | FlopStep, module: LightningModule, batch: object
+    ) -> None:
+        self._splits_before = self._splits()
+        try:
+            if reason := why_not_measurable(module):
+                measurement.refuse(reason)
+                return
+            # It is noted first, because an interrupt has to close it too.
+            self._measured = measurement
+            measurement.begin(module, self._optimizers, batch)
+        # Modules and optimizers of others may raise any error.
+        except Exception as error:  # noqa: BLE001
+            self._measured = None
+            self._refuse(measurement, error)
+
+    def _refuse(self, measurement: ModuleStep | FlopStep, error: Exception) -> None:
+        measurement.close()
+        measurement.refuse(f"the step could not be measured ({error_text(error)})")
+
+    def _splits(self) -> int:
+        """Return how many batches an OomGuard has run in parts."""
+        counts = [attributes_of(guard).get("oom_splits") for guard in self._guards]
+        return sum(count for count in counts if isinstance(count, int))
+
+    def _note_step(self, *_: object) -> None:
+        """Begin the steady state after a step of an optimizer."""
+        self._is_steady = True
+
+
+def why_not_measurable(module: LightningModule) -> str:
+    """Return why a step can be divided neither among modules nor operators; empty if it can."""
+    if compiled_frames() > 0:
+        return _COMPILED
+    if has_own_tensors(module):
+        return "some parameters are of a type of their own, as under FSDP2"
+    return ""
+
+
+class SteadyBreakdown:
+    """The memory breakdown of a run, taken at the start of its first steady step."""
+
+    def __init__(
+        self,
+        device_memory: DeviceMemory,
+        device: torch.device,
+        module: Module,
+        optimizers: Iterable[Optimizer],
+    ) -> None:
+        # Bytes on the device outside this process's allocator.
+        self.outside_bytes: int | None = None
+        # The highest peak of the steps since the breakdown.
+        self.peak_bytes = 0
+        self._device_memory = device_memory
+        self._device = device
+        self._at_start: MemoryBreakdown | None = None
+        # The resident set includes memory that earlier steps freed, which belongs to the
+        # activations. An allocator counts freed memory separately.
+        self._other_bytes: int | None = None
+        if device_memory.is_host:
+            device_memory.release_cached()
+            now_bytes = device_memory.current().allocated_bytes
+            breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
+            self._other_bytes = breakdown.other_bytes
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call :meth:`take` at the start of the next steady step."""
+        return self._at_start is None
+
+    def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
+        """Measure the storages alive at the start of a step."""
+        start_bytes = self._device_memory.current().allocated_bytes
+        breakdown = measure_breakdown(
+            module, optimizers, batch, self._device, start_bytes=start_bytes
+        )
+        if self._other_bytes is not None:
+            other_bytes = min(breakdown.other_bytes, self._other_bytes)
+            breakdown = replace(breakdown, other_bytes=other_bytes)
+        self._at_start = breakdown
+        self.outside_bytes = self._device_memory.non_torch_bytes()
+
+    def add_peak(self, peak_bytes: int) -> None:
+        """Add the peak of a step."""
+        if self._at_start is not None and peak_bytes > self.peak_bytes:
+            self.peak_bytes = peak_bytes
+
+    def at_peak(self) -> MemoryBreakdown | None:
+        """Return the breakdown at the highest peak; None before the first steady step."""
+        if self._at_start is None or not self.peak_bytes:
+            return None
+        return self._at_start.at_peak(self.peak_bytes)
