@@ -25,8 +25,9 @@ from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
-from lightning_batchmem.profile.run import Options, Run, plan_in
+from lightning_batchmem.profile.run import Run, plan_in
 from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder, make_log_dir
+from lightning_batchmem.profile.steady_steps import Options
 from lightning_batchmem.profile.summary import Summary
 from lightning_batchmem.profile.text import summary_text
 

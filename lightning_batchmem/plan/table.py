@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from io import StringIO
 
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -27,7 +28,11 @@ def table_text(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: 
         table.add_column(heading, justify="left" if column < left else "right")
     for cells in rows:
         table.add_row(*(shown(cell).replace("|", r"\|") for cell in cells))
-    console = Console(width=_WIDTH, color_system=None, markup=False, emoji=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().strip()
+    text = StringIO()
+    # Without a file, rich writes to standard output even if it has nothing to write, and this may
+    # fail. In a notebook it would show the table at once.
+    console = Console(
+        file=text, width=_WIDTH, color_system=None, markup=False, emoji=False, force_jupyter=False
+    )
+    console.print(table)
+    return text.getvalue().strip()

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import MIB, mib
-from lightning_batchmem.profile.step import Interval, Step, Taker, Totals
+from lightning_batchmem.profile.step import Interval, Step, Totals
+
+if TYPE_CHECKING:
+    from lightning_batchmem.profile.summary import RunMemory, RunSpeed
 
 # Each has what happened, and what to do.
 _SENTENCES = {
@@ -49,7 +53,7 @@ _BUSY_PERCENT = 90.0
 _MOSTLY_FULL_SHARE = 0.9
 
 
-class Alerts(Taker):
+class Alerts:
     """The alerts of one run.
 
     Args:
@@ -61,7 +65,6 @@ class Alerts(Taker):
     def __init__(
         self, warn: Callable[[str], object], *, granularity_bytes: int = 0, planned_bytes: int = 0
     ) -> None:
-        super().__init__()
         # The sentence of each kind of alert.
         self.issued: dict[str, str] = {}
         self._warn = warn
@@ -69,23 +72,21 @@ class Alerts(Taker):
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Totals()
 
-    def use(self, intervals: list[Interval]) -> None:
+    def take(self, interval: Interval) -> None:
         """Check the steps of a training since the last call."""
-        if intervals[0].stage != "train":
+        if interval.stage != "train":
             return
-        reading = intervals[-1].reading
-        limit_bytes = reading.limit_bytes or 0
-        for interval in intervals:
-            for step in interval.steps:
-                if step.end_bytes is not None:
-                    self._check_growth(step, step.end_bytes, limit_bytes)
-        totals = Totals.of(intervals)
+        totals = interval.totals
+        limit_bytes = interval.reading.limit_bytes or 0
+        for step in interval.steps:
+            if step.end_bytes is not None:
+                self._check_growth(step, step.end_bytes, limit_bytes)
         # The live peak of steps with CUDA graphs is not known.
-        peak_bytes = (totals.reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
+        peak_bytes = (totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
         if limit_bytes and peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        if reading.utilization is not None:
+        if interval.reading.utilization is not None:
             self._check_wait(totals)
 
     def _check_growth(self, step: Step, end_bytes: int, limit_bytes: int) -> None:
@@ -119,39 +120,29 @@ class Alerts(Taker):
             self._warn(self.issued[kind])
 
 
-def conclusion(
-    *,
-    busy_percent: float | None,
-    wait_share: float | None,
-    held_bytes: int | None,
-    limit_bytes: int | None,
-) -> str:
-    """Return what limits a run, and what helps, in a line; empty where the numbers do not decide.
-
-    Args:
-        busy_percent: mean utilization of the device.
-        wait_share: share of the time before batches arrived.
-        held_bytes: the highest memory that the process held.
-        limit_bytes: the memory that it may hold.
-    """
+def conclusion(speed: RunSpeed, memory: RunMemory) -> str:
+    """Return what limits a run, and what helps; empty where the numbers do not decide."""
+    busy_percent = speed.busy_percent or 0.0
+    wait_share = speed.data_wait_share or 0.0
     # A busy device works while the process waits for data, and more memory would not make it
     # faster.
-    if busy_percent is not None and busy_percent >= _BUSY_PERCENT:
+    if busy_percent >= _BUSY_PERCENT:
         return (
             f"Limited by compute: the device was {busy_percent:.0f}% busy."
             " A lower precision, torch.compile or a faster device helps."
         )
-    if wait_share is not None and wait_share > _MAX_WAIT_SHARE:
+    if wait_share > _MAX_WAIT_SHARE:
         return (
             f"Limited by data: {wait_share:.0%} of the time passed before the batch"
             " arrived. More loader workers (num_workers) or cheaper samples help."
         )
-    if held_bytes is None or limit_bytes is None:
+    if not memory.limit_bytes:
         return ""
-    if held_bytes < _MOSTLY_FULL_SHARE * limit_bytes:
+    share = (memory.peak_reserved_bytes or memory.peak_bytes or 0) / memory.limit_bytes
+    if share < _MOSTLY_FULL_SHARE:
         return ""
     return (
-        f"Limited by memory: {held_bytes / limit_bytes:.0%} of the limit. A lower"
+        f"Limited by memory: {share:.0%} of the limit. A lower"
         " precision, activation checkpointing or sharding needs less memory."
     )
 

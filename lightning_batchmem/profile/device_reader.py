@@ -39,21 +39,20 @@ class DeviceReader:
         # The retries of a search before the run do not count.
         self._retries_before = self._counters().get(_RETRIES, 0)
         # A utilization begins with the reading before, so the first reading has none.
-        self.last = DeviceReading(limit_bytes=self._limit_bytes(), is_new=False)
+        self.last = DeviceReading(limit_bytes=self._limit_bytes())
         self._next_reading = time.monotonic()
 
-    def read(self) -> None:
-        """Read the device, unless the last reading is younger than a second."""
-        if self.last.is_new:
-            self.last = self.last._replace(is_new=False)
+    def read(self) -> DeviceReading | None:
+        """Read the device; None if the last reading is younger than a second."""
         if time.monotonic() < self._next_reading:
-            return
+            return None
         self._next_reading = time.monotonic() + self.interval_seconds
         self.last = DeviceReading(
             self._limit_bytes(),
             self._utilization_now() or self.last.utilization,
             self._retries(),
         )
+        return self.last
 
     def leave_out(self) -> None:
         """Leave the time until now out of the utilization, which the next reading has again."""

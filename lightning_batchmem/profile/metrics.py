@@ -12,10 +12,10 @@ from lightning_batchmem._lightning.trainer_state import is_of_lightning, logs_at
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.step import DeviceReading, Interval, Taker
+from lightning_batchmem.profile.step import Interval
 
 
-class LoggerMetrics(Taker):
+class LoggerMetrics:
     """Sends the metrics of each interval to the loggers of a Trainer.
 
     Args:
@@ -27,13 +27,12 @@ class LoggerMetrics(Taker):
     def __init__(
         self, loggers: list[Logger], world_size: int, flops: FlopStep | None = None
     ) -> None:
-        super().__init__()
         self._loggers = loggers
         self._world_size = world_size
         self._flops = flops
 
     def take(self, interval: Interval) -> None:
-        """Log the metrics of the interval at once."""
+        """Log the metrics of the steps since the last log."""
         if self._loggers:
             self.log(self.metrics(interval), interval.logging_step)
 
@@ -41,11 +40,10 @@ class LoggerMetrics(Taker):
         """Return the metrics in MiB, ms and per cent, without the unknown ones."""
         totals = interval.totals
         ranks = self._world_size
-        # A reading is logged once.
-        reading = interval.reading if interval.reading.is_new else DeviceReading()
+        reading = interval.reading
         known: dict[str, float | None] = {
             "memory/peak_allocated_mib": _mib(totals.peak_bytes),
-            "memory/peak_reserved_mib": _mib(totals.reserved_bytes),
+            "memory/peak_reserved_mib": _mib(totals.peak_reserved_bytes),
             "memory/limit_mib": _mib(reading.limit_bytes),
             "throughput/samples_per_s": totals.samples.per_second(ranks),
             "throughput/items_per_s": totals.items.per_second(ranks),

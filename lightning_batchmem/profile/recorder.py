@@ -19,7 +19,7 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
-from lightning_batchmem.profile.steady_steps import SteadySteps
+from lightning_batchmem.profile.steady_steps import Options, SteadySteps
 from lightning_batchmem.profile.step import Step
 
 _PEAK = "The memory of a step"
@@ -159,19 +159,19 @@ class StepRecorder:
 
     Args:
         trainer: the Trainer.
+        module: its module.
         device_memory: the memory to measure; None if it cannot be measured.
         stage: the stage of the run.
-        steady: measures what is measured once.
-        items_fn: counts items in a batch.
+        options: what is measured besides.
     """
 
     def __init__(
         self,
         trainer: Trainer,
+        module: LightningModule,
         device_memory: DeviceMemory | None,
         stage: str,
-        steady: SteadySteps,
-        items_fn: Callable[[Any], float] | None,
+        options: Options,
     ) -> None:
         # A run that resumes goes on counting.
         first_number = trainer.fit_loop.total_batch_idx + 1 if stage == "train" else 0
@@ -179,10 +179,10 @@ class StepRecorder:
         self.validation_clock = StepClock("validate")
         # The clock of the stage that runs now.
         self.clock = self.run_clock
-        self.steady = steady
+        self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
         self._device_memory = device_memory
-        self._counter = BatchCounter(items_fn)
+        self._counter = BatchCounter(options.items_fn)
         self._batch: object = None
         self._has_graphs = False
         # The memory in use is read at the end of this step, the next time.
@@ -268,7 +268,7 @@ class StepRecorder:
             return None
         self._ended = None
         seconds, wait_seconds = self.clock.seconds()
-        return ended._replace(seconds=seconds, wait_seconds=wait_seconds)
+        return ended.timed(seconds, wait_seconds)
 
     def explain_out_of_memory(self, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,14 +18,19 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
-from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
-from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
-from lightning_batchmem.profile.steady_steps import SteadySteps
-from lightning_batchmem.profile.step import Interval, StageTotals, Step, Taker, Totals
+from lightning_batchmem.profile.steady_steps import Options
+from lightning_batchmem.profile.step import (
+    UNREAD,
+    DeviceReading,
+    Interval,
+    Step,
+    Taker,
+    Totals,
+)
 from lightning_batchmem.profile.step_csv import StepCsv
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
@@ -33,57 +38,49 @@ from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 _MAX_STEPS = 1000
 
 
-class Options(NamedTuple):
-    """What a MemoryProfiler records besides memory and time."""
-
-    items_fn: Callable[[Any], float] | None
-    modules: bool
-    flops: bool
-    peak_flops: float | None
-    # Loggers that are not Lightning's get metrics too.
-    all_loggers: bool = True
-
-
 class Takers:
-    """All that take the steps of a run, in their order.
+    """All that take the steps of a run.
 
-    An error in one of them, such as an alert where warnings are errors, ends the run, but each of
-    the others takes the steps too, and once.
+    The loggers get each interval. The others get the intervals between two readings of the device
+    as one, because many steps at a time take less time.
 
     Args:
-        totals: the totals of the run.
         loggers: the loggers of the Trainer.
         alerts: the alerts.
-        csv: the file of the steps; None to write none.
+        csv: the file; None to write none.
     """
 
-    def __init__(
-        self, totals: StageTotals, loggers: LoggerMetrics, alerts: Alerts, csv: StepCsv | None
-    ) -> None:
-        self.totals = totals
+    def __init__(self, loggers: LoggerMetrics, alerts: Alerts, csv: StepCsv | None) -> None:
         self.loggers = loggers
         self.alerts = alerts
-        self._all: list[Taker] = [totals, loggers, alerts]
-        if csv is not None:
-            self._all.insert(0, csv)
+        # By stage.
+        self.totals: defaultdict[str, Totals] = defaultdict(Totals)
+        self._csv = csv
+        # The file comes first, because an alert may end the run where warnings are errors.
+        self._at_readings: list[Taker] = [alerts] if csv is None else [csv, alerts]
+        # The steps since the last reading, all of one stage.
+        self._steps: list[Step] = []
 
     def take(self, interval: Interval) -> None:
-        self._each(iter(self._all), lambda taker: taker.take(interval))
+        """Take the steps since the last log."""
+        # They are kept even if a logger is interrupted.
+        self._steps += interval.steps
+        self.loggers.take(interval)
 
-    def flush(self) -> None:
-        self._each(iter(self._all), lambda taker: taker.flush())
+    def flush(self, reading: DeviceReading) -> None:
+        """Use all steps since the last call, with the reading of the device at their end."""
+        if not self._steps:
+            return
+        interval = Interval(self._steps, reading)
+        # After an error in a taker, the others must not take the steps twice.
+        self._steps = []
+        self.totals[interval.stage].add(interval.totals)
+        for taker in self._at_readings:
+            taker.take(interval)
 
     def close(self) -> None:
-        self._each(iter(self._all), lambda taker: taker.close())
-
-    def _each(self, takers: Iterator[Taker], use: Callable[[Taker], object]) -> None:
-        for taker in takers:
-            try:
-                use(taker)
-            except BaseException:
-                # The iterator goes on with those after it.
-                self._each(takers, use)
-                raise
+        if self._csv is not None:
+            self._csv.close()
 
 
 class Run:
@@ -118,24 +115,14 @@ class Run:
                 f"MemoryProfiler measures no memory, because {device.type} or its allocator has no"
                 " peak counter."
             )
-        is_training = stage == "train"
-        steady = SteadySteps(
-            trainer,
-            module,
-            device_memory,
-            trainer.optimizers if is_training else [],
-            modules=ModuleStep(device) if options.modules and is_training else None,
-            flops=FlopStep(device, str(trainer.precision), options.peak_flops)
-            if options.flops and is_training
-            else None,
-        )
-        recorder = StepRecorder(trainer, device_memory, stage, steady, options.items_fn)
+        recorder = StepRecorder(trainer, module, device_memory, stage, options)
         csv = None
         if folder is not None:
             if plan is not None:
                 folder.write(PLAN_NAME, plan.to_json())
+            has_exact_times = device.type == "cpu"
             csv = StepCsv(
-                folder.csv, world_size=trainer.world_size, has_exact_times=device.type == "cpu"
+                folder.csv, world_size=trainer.world_size, has_exact_times=has_exact_times
             )
         self.epoch_peak_bytes = 0
         self.run_peak_bytes = 0
@@ -146,11 +133,10 @@ class Run:
             device, device_memory, math.inf if plan is None else plan.limit_bytes
         )
         self._takers = Takers(
-            StageTotals(),
             LoggerMetrics(
                 loggers_of(trainer, all_loggers=options.all_loggers),
                 trainer.world_size,
-                steady.flops,
+                recorder.steady.flops,
             ),
             Alerts(
                 lambda sentence: rank_zero_warn(f"MemoryProfiler: {sentence}"),
@@ -163,7 +149,7 @@ class Run:
         self._steps: list[Step] = []
         self._is_due = False
         self._logging_step = 0
-        self._group = HostGroup() if is_training else None
+        self._group = HostGroup() if stage == "train" else None
         self._fetches = WatchedFetches(
             trainer, recorder.run_clock.request, recorder.validation_clock.request
         )
@@ -248,7 +234,10 @@ class Run:
                 rank_peaks_bytes = self._join_ranks()
         finally:
             # After an error of the device too, the file has all steps that were reported.
-            self._takers.close()
+            try:
+                self._takers.flush(self._reader.last)
+            finally:
+                self._takers.close()
         summary = self._summary(trainer.world_size, rank_peaks_bytes)
         if summary is not None and self._folder is not None:
             self._folder.write(summary_name(summary.stage), summary.to_json())
@@ -263,10 +252,10 @@ class Run:
                 self._log()
 
     def _report(self) -> None:
-        """Log the steps so far, and let the takers use all that they have."""
+        """Log the steps so far, and let the takers use them."""
         self._complete()
         self._log()
-        self._takers.flush()
+        self._takers.flush(self._reader.last)
 
     def _log(self) -> None:
         """Hand the steps since the last log to the takers."""
@@ -275,10 +264,13 @@ class Run:
             return
         steps = self._steps
         self._steps = []
+        reading = None
         try:
-            self._reader.read()
+            reading = self._reader.read()
         finally:
-            self._takers.take(Interval(steps, self._reader.last, self._logging_step))
+            self._takers.take(Interval(steps, reading or UNREAD, self._logging_step))
+        if reading is not None:
+            self._takers.flush(reading)
 
     def _join_ranks(self) -> tuple[int, ...]:
         """Exchange the totals of the ranks, and log them if an epoch has ended.
@@ -289,7 +281,7 @@ class Run:
             return ()
         self._report()
         step = self._group.epoch_end_step
-        totals = self._takers.totals.by_stage.get("train", Totals())
+        totals = self._takers.totals.get("train", Totals())
         ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples.per_second()))
         if step is not None:
             self._takers.loggers.log(rank_metrics(ranks), step)
@@ -298,7 +290,7 @@ class Run:
     def _summary(self, world_size: int, rank_peaks_bytes: tuple[int, ...]) -> Summary | None:
         """Return the summary of the stage of the run; None if it had no step."""
         stage = self._recorder.run_clock.stage
-        by_stage = self._takers.totals.by_stage
+        by_stage = self._takers.totals
         if stage not in by_stage:
             return None
         totals = by_stage[stage]

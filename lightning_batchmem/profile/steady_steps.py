@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +25,17 @@ _BREAKDOWN = "The memory breakdown"
 _COMPILED = "torch.compile has compiled something in this process"
 
 
+class Options(NamedTuple):
+    """What a MemoryProfiler records besides memory and time."""
+
+    items_fn: Callable[[Any], float] | None
+    modules: bool
+    flops: bool
+    peak_flops: float | None
+    # Loggers that are not Lightning's get metrics too.
+    all_loggers: bool = True
+
+
 class SteadySteps:
     """Measures the memory breakdown, and what is asked for besides, in a steady step each.
 
@@ -35,9 +46,8 @@ class SteadySteps:
         trainer: the Trainer.
         module: its module.
         device_memory: the memory to measure; None if it cannot be measured.
-        optimizers: the optimizers; none in an evaluation.
-        modules: divides the memory of a step among the modules; None to leave it out.
-        flops: counts the operations of a step; None to leave it out.
+        stage: the stage of the run. Only a training is divided among modules, and counted.
+        options: what is asked for.
     """
 
     def __init__(
@@ -45,15 +55,20 @@ class SteadySteps:
         trainer: Trainer,
         module: LightningModule,
         device_memory: DeviceMemory | None,
-        optimizers: list[Any],
-        *,
-        modules: ModuleStep | None,
-        flops: FlopStep | None,
+        stage: str,
+        options: Options,
     ) -> None:
-        self.modules = modules
-        self.flops = flops
-        self._optimizers = optimizers
-        self._to_measure = [one for one in (flops, modules) if one is not None]
+        device = trainer.strategy.root_device
+        self.modules: ModuleStep | None = None
+        self.flops: FlopStep | None = None
+        self._optimizers: list[Any] = []
+        if stage == "train":
+            self._optimizers = trainer.optimizers
+            if options.modules:
+                self.modules = ModuleStep(device)
+            if options.flops:
+                self.flops = FlopStep(device, str(trainer.precision), options.peak_flops)
+        self._to_measure = [one for one in (self.flops, self.modules) if one is not None]
         self._measured: ModuleStep | FlopStep | None = None
         # An OomGuard counts in this attribute.
         self._guards: list[Any] = [
@@ -62,14 +77,13 @@ class SteadySteps:
         self._splits_before = 0
         self._is_steady = False
         self._hooks = StepHooks()
-        are_noted = [self._hooks.add(one, self._note_step) for one in optimizers]
+        are_noted = [self._hooks.add(one, self._note_step) for one in self._optimizers]
         # Without a hook, the state is steady after the first step.
         self._is_noted = any(are_noted)
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
-            device = trainer.strategy.root_device
             self.breakdown = value_or_none(
-                _BREAKDOWN, SteadyBreakdown, device_memory, device, module, optimizers
+                _BREAKDOWN, SteadyBreakdown, device_memory, device, module, self._optimizers
             )
 
     def begin(self, module: LightningModule, batch: object) -> bool:

@@ -1,10 +1,10 @@
-"""Steps of a run, totals over them, and the intervals in which they are taken."""
+"""Steps of a run, totals over them, and the intervals that takers get."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Step(NamedTuple):
@@ -31,6 +31,10 @@ class Step(NamedTuple):
     # Whether the step replays CUDA graphs, so that only the reserved peak is known.
     has_graphs: bool = False
 
+    def timed(self, seconds: float, wait_seconds: float | None) -> Step:
+        """Return this step with its times. It takes half as long as ``_replace``."""
+        return Step._make((*self[:3], seconds, wait_seconds, *self[5:]))
+
 
 class DeviceReading(NamedTuple):
     """A reading of the device between two steps; what was not read is None."""
@@ -40,8 +44,9 @@ class DeviceReading(NamedTuple):
     utilization: tuple[str, float] | None = None
     # Retries of the allocator since the run began.
     alloc_retries: int | None = None
-    # Whether it was read at the end of an interval. Otherwise it is older.
-    is_new: bool = True
+
+
+UNREAD = DeviceReading()
 
 
 @dataclass(slots=True)
@@ -75,21 +80,9 @@ class Totals:
     graph_steps: int = 0
     # The step with the highest peak.
     highest: Step | None = None
-    reserved_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
     # The last batch of an epoch often has fewer samples than a full one.
     batch_size: int | None = None
-
-    @classmethod
-    def of(cls, intervals: Sequence[Interval]) -> Totals:
-        """Return the totals of intervals; the device was read at the end of the last one."""
-        totals = cls()
-        for interval in intervals:
-            totals.add(interval.totals)
-        utilization = intervals[-1].reading.utilization
-        if utilization is not None:
-            # The utilization counts with the time since the reading before.
-            totals.busy = Rate(utilization[1] * totals.seconds, totals.seconds)
-        return totals
 
     @property
     def step_seconds(self) -> float:
@@ -109,99 +102,64 @@ class Totals:
         self.wait.add(other.wait)
         self.busy.add(other.busy)
         self.graph_steps += other.graph_steps
-        self.reserved_bytes = _larger(self.reserved_bytes, other.reserved_bytes)
-        self.batch_size = _larger(self.batch_size, other.batch_size)
-        if other.highest is not None:
-            self._compare_peak(other.highest)
+        self._add_largest(other, other.highest)
 
-    def add_step(self, step: Step) -> None:
-        seconds = step.seconds
-        self.steps += 1
-        self.seconds += seconds
-        if step.wait_seconds is not None:
-            self.wait.amount += step.wait_seconds
-            self.wait.seconds += seconds
-        if not step.is_slowed:
-            if step.batch_size is not None:
+    def add_steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            seconds = step.seconds
+            self.steps += 1
+            self.seconds += seconds
+            if step.wait_seconds is not None:
+                self.wait.amount += step.wait_seconds
+                self.wait.seconds += seconds
+            if step.batch_size is not None and not step.is_slowed:
                 self.samples.amount += step.batch_size
                 self.samples.seconds += seconds
-            if step.items is not None:
+            if step.items is not None and not step.is_slowed:
                 self.items.amount += step.items
                 self.items.seconds += seconds
-        if step.has_graphs:
-            self.graph_steps += 1
-        self.reserved_bytes = _larger(self.reserved_bytes, step.peak_reserved_bytes)
-        self.batch_size = _larger(self.batch_size, step.batch_size)
-        self._compare_peak(step)
+            if step.has_graphs:
+                self.graph_steps += 1
+            self._add_largest(step, step)
 
-    def _compare_peak(self, step: Step) -> None:
-        peak_bytes = step.peak_bytes
-        if peak_bytes is not None and (self.peak_bytes is None or peak_bytes > self.peak_bytes):
-            self.highest = step
+    def add_busy(self, percent: float) -> None:
+        """Add the utilization in the time of these steps."""
+        self.busy.add(Rate(percent * self.seconds, self.seconds))
+
+    def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:
+        peak_bytes = other.peak_bytes
+        reserved_bytes = other.peak_reserved_bytes
+        batch_size = other.batch_size
+        if peak_bytes is not None and (self.highest is None or peak_bytes > (self.peak_bytes or 0)):
+            self.highest = highest
+        if reserved_bytes is not None and reserved_bytes >= (self.peak_reserved_bytes or 0):
+            self.peak_reserved_bytes = reserved_bytes
+        if batch_size is not None and batch_size >= (self.batch_size or 0):
+            self.batch_size = batch_size
 
 
 class Interval:
-    """The steps since the last log, and the last reading of the device.
+    """Steps after each other, and the device at their end.
 
     Args:
         steps: the steps, at least one, and all of one stage.
-        reading: the reading at their end, or an older one.
+        reading: the reading of the device; empty if it was not read.
         logging_step: the step at which the loggers get the metrics.
     """
 
-    def __init__(self, steps: list[Step], reading: DeviceReading, logging_step: int) -> None:
+    def __init__(self, steps: list[Step], reading: DeviceReading, logging_step: int = 0) -> None:
         self.stage = steps[0].stage
         self.steps = steps
         self.reading = reading
         self.logging_step = logging_step
         self.totals = Totals()
-        for step in steps:
-            self.totals.add_step(step)
+        self.totals.add_steps(steps)
+        if reading.utilization is not None:
+            self.totals.add_busy(reading.utilization[1])
 
 
-class Taker:
-    """Takes the steps of a run, and uses them with the next new reading of the device.
-
-    Many steps at a time take less time.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[Interval] = []
+class Taker(Protocol):
+    """Takes the steps of a run."""
 
     def take(self, interval: Interval) -> None:
-        """Take the steps since the last log."""
-        self._waiting.append(interval)
-        if interval.reading.is_new:
-            self.flush()
-
-    def flush(self) -> None:
-        """Use all that was taken: a validation begins or ends, or the run."""
-        if self._waiting:
-            intervals = self._waiting
-            # After an error they are not used again.
-            self._waiting = []
-            self.use(intervals)
-
-    def use(self, intervals: list[Interval]) -> None:
-        """Use the intervals since the last call, at least one, and all of one stage."""
-
-    def close(self) -> None:
-        """Use the rest, and take no more."""
-        self.flush()
-
-
-class StageTotals(Taker):
-    """The totals of each stage of a run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_stage: dict[str, Totals] = {}
-
-    def use(self, intervals: list[Interval]) -> None:
-        self.by_stage.setdefault(intervals[0].stage, Totals()).add(Totals.of(intervals))
-
-
-def _larger(one: int | None, other: int | None) -> int | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return max(one, other)
+        """Use the steps since the last call."""

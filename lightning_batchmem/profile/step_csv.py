@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.run_folder import CSV_NAME
-from lightning_batchmem.profile.step import DeviceReading, Interval, Taker, Totals
+from lightning_batchmem.profile.step import UNREAD, Interval
 
 COLUMNS = (
     "step",
@@ -30,33 +29,31 @@ COLUMNS = (
     "cpu_pct",
 )
 _MIB = 1 / MIB
-_UNREAD = DeviceReading()
 
 
-class StepCsv(Taker):
+class StepCsv:
     """Writes the rows of a file.
 
     Args:
         file: the file, which is empty. It is closed at the end, and after an error.
         world_size: the number of ranks.
         has_exact_times: whether the time of each step is known. On a device, which works while the
-            host goes on, only the mean time of the steps between two readings is.
+            host goes on, only the mean time of the steps of an interval is.
     """
 
     def __init__(self, file: TextIO, *, world_size: int = 1, has_exact_times: bool = True) -> None:
-        super().__init__()
         self._world_size = world_size
         self._has_exact_times = has_exact_times
         self._file = file
         self._rows = csv.writer(file)
         self._rows.writerow(COLUMNS)
 
-    def use(self, intervals: list[Interval]) -> None:
+    def take(self, interval: Interval) -> None:
         """Write the steps, so that another process can read them."""
         if self._file.closed:
             return
         try:
-            self._rows.writerows(self._cells(intervals))
+            self._rows.writerows(self._cells(interval))
             self._file.flush()
         except OSError as error:
             # Closing the file flushes it again, which may fail too.
@@ -65,19 +62,17 @@ class StepCsv(Taker):
             rank_zero_warn(f"{self._file.name} gets no more rows: {error}")
 
     def close(self) -> None:
-        self.flush()
         try:
             self._file.close()
         except OSError as error:
             rank_zero_warn(f"{self._file.name} lacks its last rows: {error}")
 
-    def _cells(self, intervals: list[Interval]) -> Iterator[list[object]]:
+    def _cells(self, interval: Interval) -> Iterator[list[object]]:
         """Yield the cells of each row, in the order of the columns; unknown ones are empty."""
-        last = intervals[-1]
-        mean_seconds = None if self._has_exact_times else Totals.of(intervals).step_seconds
-        for step in chain.from_iterable(interval.steps for interval in intervals):
+        mean_seconds = None if self._has_exact_times else interval.totals.step_seconds
+        for step in interval.steps:
             # The device was read at the end of the last step.
-            reading = last.reading if step is last.steps[-1] else _UNREAD
+            reading = interval.reading if step is interval.steps[-1] else UNREAD
             seconds = mean_seconds or step.seconds
             ranks_per_second = self._world_size / seconds if seconds > 0 else None
             wait_percent = 100.0 / step.seconds if step.seconds > 0 else None

@@ -65,7 +65,7 @@ class RunMemory:
             totals.peak_bytes,
             0 if highest is None else highest.number,
             totals.batch_size if highest is None else highest.batch_size,
-            totals.reserved_bytes,
+            totals.peak_reserved_bytes,
             limit_bytes,
             None if breakdown is None else breakdown.at_peak(),
             None if breakdown is None else breakdown.outside_bytes,
@@ -157,12 +157,7 @@ class Summary:
     @property
     def conclusion(self) -> str:
         """What limits the run, and what helps, in a line; empty where the numbers do not decide."""
-        return conclusion(
-            busy_percent=self.speed.busy_percent,
-            wait_share=self.speed.data_wait_share,
-            held_bytes=self.memory.peak_reserved_bytes or self.memory.peak_bytes,
-            limit_bytes=self.memory.limit_bytes,
-        )
+        return conclusion(self.speed, self.memory)
 
     def to_json(self) -> str:
         """Return the summary as JSON, for :meth:`from_json`."""

@@ -1,6 +1,6 @@
 """Steps of a profile and intervals of them, made by hand."""
 
-from lightning_batchmem.profile.step import DeviceReading, Interval, Step
+from lightning_batchmem.profile.step import UNREAD, Interval, Step
 
 MIB = 2**20
 
@@ -18,8 +18,5 @@ def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=No
     )
 
 
-UNREAD = DeviceReading()
-
-
 def interval(*steps, reading=UNREAD):
-    return Interval(list(steps), reading, logging_step=0)
+    return Interval(list(steps), reading)

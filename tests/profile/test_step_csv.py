@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from lightning_batchmem.profile.run_folder import RunFolder, make_log_dir
-from lightning_batchmem.profile.step import DeviceReading, Step
+from lightning_batchmem.profile.step import UNREAD, DeviceReading, Step
 from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, read_rows
 from tests.helpers.profiled import MIB, rows
-from tests.helpers.steps import UNREAD, interval
+from tests.helpers.steps import interval
 
 HEADER = (
     "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,"
@@ -71,23 +71,6 @@ def test_rows_are_in_the_file_before_its_end(tmp_path):
     assert len(rows(folder.path)) == 3
     file.close()
     file.close()
-
-
-def test_steps_wait_for_a_new_reading_of_the_device(tmp_path):
-    folder = RunFolder(tmp_path)
-    file = StepCsv(folder.csv, has_exact_times=False)
-    older = DeviceReading(16 * MIB, is_new=False)
-    file.take(interval(STEP._replace(seconds=0.5), reading=older))
-    file.take(interval(STEP._replace(seconds=1.5), STEP._replace(seconds=1.0), reading=older))
-    assert rows(folder.path) == []
-    file.take(interval(STEP._replace(seconds=3.0), reading=DeviceReading(32 * MIB)))
-    file.take(interval(STEP._replace(seconds=2.0), reading=older))
-    assert len(rows(folder.path)) == 4
-    # At the end the last reading is the older one.
-    file.close()
-    found = rows(folder.path)
-    assert [row["step_ms"] for row in found] == ["1500.000"] * 4 + ["2000.000"]
-    assert [row["limit_mib"] for row in found] == ["", "", "", "32.000", "16.000"]
 
 
 def test_a_full_disk_is_one_warning_and_ends_the_file(tmp_path):
