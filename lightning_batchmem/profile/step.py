@@ -32,7 +32,7 @@ class Step(NamedTuple):
     has_graphs: bool = False
 
     def timed(self, seconds: float, wait_seconds: float | None) -> Step:
-        """Return this step with its times. It takes half as long as ``_replace``."""
+        """Return this step with its time, in half the time of ``_replace``."""
         return Step._make((*self[:3], seconds, wait_seconds, *self[5:]))
 
 
