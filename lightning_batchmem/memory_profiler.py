@@ -46,7 +46,7 @@ class MemoryProfiler(Callback):
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
     data. If memory runs out, the error gets a note with the step and the size of its batch.
 
-    Times are wall time. A step lasts from the request of its batch to that of the next one, without
+    Times are wall time. A step lasts from the request of its batch to the next request, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
     works while the host goes on: there each step has the mean time of the steps between two
     readings of limit and utilization, which are at least a second apart. The wait for data begins
@@ -105,7 +105,6 @@ class MemoryProfiler(Callback):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
         if peak_flops is not None:
             _check_peak_flops(peak_flops, flops=flops)
-        self._is_optional = False
         self._has_csv = csv
         self._options = Options(items_fn, modules, flops, peak_flops)
         self._has_snapshot = snapshot == "on_oom"
@@ -130,8 +129,7 @@ class MemoryProfiler(Callback):
             **options: arguments of MemoryProfiler.
         """
         profiler = cls(**options)
-        profiler._is_optional = True
-        profiler._options = profiler._options._replace(all_loggers=False)
+        profiler._options = profiler._options._replace(is_optional=True)
         return profiler
 
     @property
@@ -189,7 +187,7 @@ class MemoryProfiler(Callback):
                 try:
                     make_log_dir(Path(log_dir))
                 except OSError as error:
-                    if not self._is_optional:
+                    if not self._options.is_optional:
                         raise
                     self._log_dir = None
                     rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")

@@ -63,7 +63,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
-        # The reason why the number is not that of the model; empty if it is.
+        # Why the number is not the model's; empty if it is.
         self.why_wrong = ""
         self._formulas = formulas
 

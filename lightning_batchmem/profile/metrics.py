@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
@@ -15,6 +16,7 @@ from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.step import Interval
 
 
+@dataclass
 class LoggerMetrics:
     """Sends the metrics of each interval to the loggers of a Trainer.
 
@@ -24,22 +26,19 @@ class LoggerMetrics:
         flops: the counted operations of a step; None if they are not counted.
     """
 
-    def __init__(
-        self, loggers: list[Logger], world_size: int, flops: FlopStep | None = None
-    ) -> None:
-        self._loggers = loggers
-        self._world_size = world_size
-        self._flops = flops
+    loggers: list[Logger]
+    world_size: int
+    flops: FlopStep | None = None
 
     def take(self, interval: Interval) -> None:
         """Log the metrics of the steps since the last log."""
-        if self._loggers:
+        if self.loggers:
             self.log(self.metrics(interval), interval.logging_step)
 
     def metrics(self, interval: Interval) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones."""
         totals = interval.totals
-        ranks = self._world_size
+        ranks = self.world_size
         reading = interval.reading
         known: dict[str, float | None] = {
             "memory/peak_allocated_mib": _mib(totals.peak_bytes),
@@ -62,19 +61,19 @@ class LoggerMetrics:
             known = {names[name]: value for name, value in known.items()}
         else:
             known["memory/alloc_retries"] = reading.alloc_retries
-            if self._flops is not None:
-                rate = self._flops.rate(totals.samples.per_second())
+            if self.flops is not None:
+                rate = self.flops.rate(totals.samples.per_second())
                 known["throughput/tflops_per_device"] = rate.tflops_per_device
                 known["throughput/mfu_pct"] = rate.mfu_pct
         return {name: float(value) for name, value in known.items() if value is not None}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in list(self._loggers):
+        for logger in list(self.loggers):
             try:
                 logger.log_metrics(dict(metrics), step=step)
             # A logger may raise anything, and must not end a training.
             except Exception as error:  # noqa: BLE001
-                self._loggers.remove(logger)
+                self.loggers.remove(logger)
                 name = type(logger).__name__
                 rank_zero_warn(
                     f"{name} gets no more metrics of MemoryProfiler: {error_text(error)}"

@@ -26,7 +26,7 @@ _PEAK = "The memory of a step"
 
 
 class StepClock:
-    """Wall time of each step, from the request of its batch to that of the next batch.
+    """Wall time of each step, from the request of its batch to the next request.
 
     Lightning waits for the device after a step, to show and to log its metrics. This is a part of
     the step, and not a wait for data.

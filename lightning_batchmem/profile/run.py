@@ -134,7 +134,7 @@ class Run:
         )
         self._takers = Takers(
             LoggerMetrics(
-                loggers_of(trainer, all_loggers=options.all_loggers),
+                loggers_of(trainer, all_loggers=not options.is_optional),
                 trainer.world_size,
                 recorder.steady.flops,
             ),

@@ -32,8 +32,9 @@ class Options(NamedTuple):
     modules: bool
     flops: bool
     peak_flops: float | None
-    # Loggers that are not Lightning's get metrics too.
-    all_loggers: bool = True
+    # Whether the script may not know the profiler. Then only loggers of Lightning get metrics, and
+    # a log directory that cannot be written is a warning.
+    is_optional: bool = False
 
 
 class SteadySteps:
@@ -156,8 +157,11 @@ class SteadySteps:
     ) -> None:
         self._splits_before = self._splits()
         try:
-            if reason := why_not_measurable(module):
-                measurement.refuse(reason)
+            if compiled_frames() > 0:
+                measurement.refuse(_COMPILED)
+                return
+            if has_own_tensors(module):
+                measurement.refuse("some parameters are of a type of their own, as under FSDP2")
                 return
             # It is noted first, because an interrupt has to close it too.
             self._measured = measurement
@@ -179,15 +183,6 @@ class SteadySteps:
     def _note_step(self, *_: object) -> None:
         """Begin the steady state after a step of an optimizer."""
         self._is_steady = True
-
-
-def why_not_measurable(module: LightningModule) -> str:
-    """Return why a step can be divided neither among modules nor operators; empty if it can."""
-    if compiled_frames() > 0:
-        return _COMPILED
-    if has_own_tensors(module):
-        return "some parameters are of a type of their own, as under FSDP2"
-    return ""
 
 
 class SteadyBreakdown:

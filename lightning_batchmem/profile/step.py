@@ -56,9 +56,9 @@ class Rate:
     amount: float = 0.0
     seconds: float = 0.0
 
-    def add(self, other: Rate) -> None:
-        self.amount += other.amount
-        self.seconds += other.seconds
+    def add(self, amount: float, seconds: float) -> None:
+        self.amount += amount
+        self.seconds += seconds
 
     def per_second(self, factor: float = 1.0) -> float | None:
         """Return ``factor`` times the amount of a second; None if no step has an amount."""
@@ -97,10 +97,10 @@ class Totals:
         """Add the totals of later steps."""
         self.steps += other.steps
         self.seconds += other.seconds
-        self.samples.add(other.samples)
-        self.items.add(other.items)
-        self.wait.add(other.wait)
-        self.busy.add(other.busy)
+        self.samples.add(other.samples.amount, other.samples.seconds)
+        self.items.add(other.items.amount, other.items.seconds)
+        self.wait.add(other.wait.amount, other.wait.seconds)
+        self.busy.add(other.busy.amount, other.busy.seconds)
         self.graph_steps += other.graph_steps
         self._add_largest(other, other.highest)
 
@@ -110,21 +110,18 @@ class Totals:
             self.steps += 1
             self.seconds += seconds
             if step.wait_seconds is not None:
-                self.wait.amount += step.wait_seconds
-                self.wait.seconds += seconds
+                self.wait.add(step.wait_seconds, seconds)
             if step.batch_size is not None and not step.is_slowed:
-                self.samples.amount += step.batch_size
-                self.samples.seconds += seconds
+                self.samples.add(step.batch_size, seconds)
             if step.items is not None and not step.is_slowed:
-                self.items.amount += step.items
-                self.items.seconds += seconds
+                self.items.add(step.items, seconds)
             if step.has_graphs:
                 self.graph_steps += 1
             self._add_largest(step, step)
 
     def add_busy(self, percent: float) -> None:
         """Add the utilization in the time of these steps."""
-        self.busy.add(Rate(percent * self.seconds, self.seconds))
+        self.busy.add(percent * self.seconds, self.seconds)
 
     def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:
         peak_bytes = other.peak_bytes

@@ -59,7 +59,7 @@ class RunMemory:
         limit_bytes: int | None,
         rank_peaks_bytes: tuple[int, ...],
     ) -> RunMemory:
-        """Return the memory of a run from its totals, and those of its validations."""
+        """Return the memory of a run from its totals, and the totals of its validations."""
         highest = totals.highest
         return cls(
             totals.peak_bytes,
