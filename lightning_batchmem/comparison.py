@@ -22,8 +22,8 @@ from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.plan.options import object_named
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.printing import table_text
 from lightning_batchmem.plan.records import MIB, Line
-from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.state.snapshot import record_random_states
 
 Make = Callable[[], Any]

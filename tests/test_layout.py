@@ -123,7 +123,7 @@ def test_sizes():
     # What belongs to the simulated GPU is apart: nobody needs it to read a search.
     simulated = [path for path in FILES if "simulated_gpu" in path.parts]
     assert sum(map(count_tokens, simulated)) <= 20_000
-    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 92_000
+    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 94_000
 
 
 # A reader keeps about ten fields in mind.
@@ -134,6 +134,8 @@ RECORDS_WITH_MORE = {
     "ReadingPolicy",
     # A row of the table of a plan.
     "Trial",
+    # The members of a program, and what restarts it.
+    "TrainerProgram",
 }
 
 
@@ -192,7 +194,7 @@ ASSIGNED = {
     },
     # A second way to make an object.
     "batch_finder.py": {"finder._is_optional"},
-    "memory_profiler.py": {"profiler._is_optional", "profiler._options"},
+    "memory_profiler.py": {"profiler._options"},
 }
 
 

@@ -17,9 +17,9 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
-from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES
 
 # Steps may change objects of these types in place.
 _STATE = (Tensor, np.ndarray, *RANDOM_GENERATORS)
@@ -145,7 +145,7 @@ def _copied(value: Any) -> Any:
     # Sets, and containers of the project's own types.
     if isinstance(value, (list, dict, set, deque, bytearray)):
         return copy.copy(value)
-    if not isinstance(value, _STATE) or getattr(value, "nbytes", 0) > LARGEST_ARRAY_BYTES:
+    if not isinstance(value, _STATE) or getattr(value, "nbytes", 0) > LARGEST_COPIED_BYTES:
         return value
     # A tensor with a graph cannot be copied otherwise.
     return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -23,15 +23,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem.batches.batch_sampler import SingleSamples
-from lightning_batchmem.batches.copies import Copies, has_finalizer
+from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES, Copies, has_finalizer
 from lightning_batchmem.batches.isolated import read_isolated
 from lightning_batchmem.batches.shared_memory import RestoredMemory
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.policy import ReadingPolicy
 
-# What is larger is data rather than state, and its items are not copied.
+# What has more items is data rather than state, and they are not copied.
 _MOST_ITEMS = 10_000
-_LARGEST_BYTES = 64 * 2**20
 
 
 def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]) -> Any:
@@ -112,7 +111,7 @@ def is_large(value: object) -> bool:
     # Any attribute of a mock is another mock.
     sizes_bytes = [getattr(leaf, "nbytes", 0) for leaf in leaves]
     size_bytes = sum(int(size) for size in sizes_bytes if isinstance(size, Integral))
-    return len(leaves) > _MOST_ITEMS or size_bytes > _LARGEST_BYTES
+    return len(leaves) > _MOST_ITEMS or size_bytes > LARGEST_COPIED_BYTES
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_batchmem.batches.reached import reached_from
 
+LARGEST_COPIED_BYTES = 64 * 2**20
+"""Memory of the project above this is data rather than state, and is not copied."""
+
 # Objects of these types have a finalizer too, but they cannot be copied in any case.
 _NEVER_COPIED = (io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 

@@ -1,15 +1,17 @@
-"""What is printed: text that a terminal can show, and errors that must not end a run."""
+"""What is printed: tables, text that a terminal can show, and errors that must not end a run."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from io import TextIOWrapper
+from collections.abc import Callable, Iterable, Sequence
+from io import StringIO, TextIOWrapper
 from typing import Any
 
+from rich.box import MARKDOWN
 from rich.console import Console
+from rich.table import Table
 
 # Notes and reasons are shorter, and to wrap a word takes the square of its length.
 _MOST_CHARACTERS = 2_000
@@ -127,3 +129,30 @@ def print_or_warn(what: str | Callable[[Console], object]) -> None:
     """Print a text, or what a function shows on a console; a warning says why that fails."""
     if reason := why_not_printed(what):
         warnings.warn(f"Standard output cannot be written: {reason}", stacklevel=2)
+
+
+# In columns. It is wider than any table, because rich would break the lines of a wider one.
+_WIDTH = 10_000
+
+
+def table_text(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """A table in Markdown, whose cells are padded so that its columns are aligned.
+
+    Args:
+        headings: the names of the columns.
+        rows: the cells of each row.
+        left: the first columns, which have words. The others have numbers, and end at the right.
+    """
+    table = Table(box=MARKDOWN)
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column < left else "right")
+    for cells in rows:
+        table.add_row(*(shown(cell).replace("|", r"\|") for cell in cells))
+    text = StringIO()
+    # Without a file, rich writes to standard output even if it has nothing to write, and this may
+    # fail. In a notebook it would show the table at once.
+    console = Console(
+        file=text, width=_WIDTH, color_system=None, markup=False, emoji=False, force_jupyter=False
+    )
+    console.print(table)
+    return text.getvalue().strip()

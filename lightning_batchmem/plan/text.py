@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from lightning_batchmem.plan.printing import shown
+from lightning_batchmem.plan.printing import shown, table_text
 from lightning_batchmem.plan.records import Trial, mib
-from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 if TYPE_CHECKING:

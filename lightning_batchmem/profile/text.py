@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.devices.breakdown import PARTS
+from lightning_batchmem.plan.printing import table_text
 from lightning_batchmem.plan.records import counted, mib
-from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.printing import shown
+from lightning_batchmem.plan.printing import shown, table_text
 from lightning_batchmem.plan.records import mib
-from lightning_batchmem.plan.table import table_text
 from lightning_batchmem.plan.text import headline, is_rehearsed
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, CONTEXT_SOURCE
 from lightning_batchmem.simulated_gpu.launch import Outcome

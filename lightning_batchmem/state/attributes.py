@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.state.refill import (
     Path,
@@ -37,7 +38,6 @@ from lightning_batchmem.state.walked_kinds import (
     ATOMS,
     CONTAINERS,
     DATA,
-    LARGEST_ARRAY_BYTES,
     LIVE_RESOURCES,
     METHODS,
     NOT_WALKED,
@@ -238,7 +238,7 @@ class AttributeState:
             elif restore:
                 self._later(path, restore)
             if isinstance(value, Tensor):
-                self._add_tensor(path, value, LARGEST_ARRAY_BYTES)
+                self._add_tensor(path, value, LARGEST_COPIED_BYTES)
             # These lead to what counts children. One name is private in NumPy 1.26 to 2.4.
             if isinstance(value, NUMPY_RANDOM):
                 for name in ("bit_generator", "_bit_generator", "seed_seq"):
@@ -283,7 +283,7 @@ class AttributeState:
         # A masked array has its mask there.
         yield from self._add_object(path, array)
 
-    def _has_room(self, size_bytes: int, largest_bytes: float = LARGEST_ARRAY_BYTES) -> bool:
+    def _has_room(self, size_bytes: int, largest_bytes: float = LARGEST_COPIED_BYTES) -> bool:
         if size_bytes > largest_bytes or self._array_bytes + size_bytes > self._limits.most_bytes:
             return False
         self._array_bytes += size_bytes

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.batches.shared_memory import BUFFERS, memory_of, write_back
 
 
@@ -77,10 +78,6 @@ def _restore_memory(value: Any, saved: list[bytes]) -> str | None:
     return None
 
 
-# A larger tensor or array that is neither parameter nor buffer is data rather than state, and is
-# not copied.
-LARGEST_ARRAY_BYTES = 64 * 2**20
-
 # What has one of these works together with a thread or a process, which would see its attributes
 # change.
 _OF_THREADS = (threading.Thread, threading.Condition, Connection)
@@ -130,7 +127,7 @@ OF_PROJECT = WalkLimits(
 
 # Most data sets have samples that no step changes, so that a warning would be one for each project.
 # Source: chosen; the attributes and counters of a data set are fewer, and its samples are more.
-OF_DATA = WalkLimits(20_000, 10_000, LARGEST_ARRAY_BYTES, names_data=False, left_with=_OF_THREADS)
+OF_DATA = WalkLimits(20_000, 10_000, LARGEST_COPIED_BYTES, names_data=False, left_with=_OF_THREADS)
 
 DATA = (Dataset, DataLoader)
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from lightning_batchmem.plan.table import table_text
+from lightning_batchmem.plan.printing import table_text
 
 
 class Broken:

@@ -25,9 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
+from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.state import snapshot
 from lightning_batchmem.state.snapshot import Snapshot
-from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES, OF_DATA, OF_PROJECT
+from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
 
 
 @dataclass
@@ -228,7 +229,7 @@ class Hides:
 HOLDS = "it holds a lock, a thread, a file or a socket"
 # It is open as long as the tests run.
 WRITTEN = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-TOO_LARGE = LARGEST_ARRAY_BYTES + 4
+TOO_LARGE = LARGEST_COPIED_BYTES + 4
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ TOO_LARGE = LARGEST_ARRAY_BYTES + 4
 def test_an_object_that_is_not_restored_is_named_and_the_others_are_restored(value, why):
     module = Module({"refuses": value, "other": [1]})
     # A parameter of any size is restored.
-    module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
+    module.weight = nn.Parameter(torch.zeros(LARGEST_COPIED_BYTES // 4 + 1))
     kept = ProjectSnapshot(module)
     module.weight.data += 1
     module.value["other"].append(2)
@@ -560,7 +561,7 @@ def test_a_long_path_is_shortened_in_a_message():
 def test_what_a_tensor_carries_is_restored():
     module = Module({"plain": torch.zeros(1)})
     module.register_buffer("table", torch.zeros(1))
-    module.weight = nn.Parameter(torch.zeros(LARGEST_ARRAY_BYTES // 4 + 1))
+    module.weight = nn.Parameter(torch.zeros(LARGEST_COPIED_BYTES // 4 + 1))
     module.weight.average = torch.zeros_like(module.weight)
     tensors = [module.weight, module.table, module.value["plain"]]
     for tensor in tensors:
@@ -629,7 +630,7 @@ class Rows(Dataset):
 
     def __init__(self):
         self.rows = [[index] for index in range(OF_DATA.most_items + 1)]
-        self.table = torch.zeros(LARGEST_ARRAY_BYTES // 4)
+        self.table = torch.zeros(LARGEST_COPIED_BYTES // 4)
         self.level = 0
         self.seen = set()
         self.generator = torch.Generator()

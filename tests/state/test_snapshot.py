@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.snapshot import Snapshot, freeze
-from lightning_batchmem.state.walked_kinds import LARGEST_ARRAY_BYTES
 
 
 def test_large_tensors_of_optimizers_and_named_objects_are_restored():
-    count = LARGEST_ARRAY_BYTES // 4 + 1
+    count = LARGEST_COPIED_BYTES // 4 + 1
     layer = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     optimizer.state[layer.weight]["buffer"] = torch.zeros(count)
