@@ -32,6 +32,8 @@ QUICK = {
     "hparams_of_module_and_datamodule",
     "stream",
     "a_step_that_reads_callbacks_and_the_logger",
+    "layers_that_are_unfrozen_in_two_steps",
+    "a_later_state",
     "a_callback_whose_state_begins_in_training",
     "entangled_attributes",
     "batch_sampler_as_sampler",

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
     EarlyStopping,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -652,6 +654,69 @@ class OfFetched(Plain):
         return super().training_step((batch["x"], batch["y"]), batch_idx) * batch["mask"].mean()
 
 
+class Grows(Net):
+    """Frozen layers and few features at first; both, and a memory bank, come later."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        self.features = 3
+        self.bank: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.bank = [*self.bank, x][-6:]
+        mask = (torch.arange(6) < self.features).to(x.dtype)
+        return super().training_step([self.backbone(x * mask), y], batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.features = 3 * (1 + self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        # Finetuning adds the rest.
+        return torch.optim.Adam(parameter for parameter in self.layers.parameters())
+
+
+class GrowsByHook(Grows):
+    """A hook of the module unfreezes the backbone."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.backbone.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.backbone.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def full(trainer: Trainer, module: Any) -> None:
+    """Make the state at the end of the training; it draws and counts too."""
+    module.features = 6
+    module.backbone.requires_grad_(True)
+    module.bank = [torch.rand(module.batch_size, 6) for _ in range(6)]
+    module.running["loss"] += 1
+    module.history.append(-1)
+
+
+class InTwoSteps(BaseFinetuning):
+    """Unfreezes one layer in the first epoch, and the other one in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfrozen: list[int] = []
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfrozen.append(epoch)
+        self.unfreeze_and_add_param_group(pl_module.backbone[2 * epoch], optimizer)
+
+
 @dataclass
 class Case:
     """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
@@ -822,6 +887,11 @@ CASES = {
     "a_step_that_reads_callbacks_and_the_logger": Case(
         ReadsCallbacks, callbacks=lambda: [Weights(), EarlyStopping("epoch_loss", patience=7)]
     ),
+    "layers_that_a_callback_unfreezes": Case(
+        Grows, callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+    ),
+    "layers_that_are_unfrozen_in_two_steps": Case(Grows, callbacks=lambda: [InTwoSteps()]),
+    "a_later_state": Case(GrowsByHook, finder={"later": full}),
     "a_callback_whose_state_begins_in_training": Case(Net, callbacks=lambda: [Saves()]),
     "buffers_that_steps_resize": Case(Quantized),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
