@@ -16,8 +16,8 @@ from lightning_batchmem.plan.unit import Unit
 Objective = Literal["memory", "throughput"]
 LearningRateScaling = Literal["linear", "sqrt"]
 WorstCase = Literal["typical", "longest"]
-ArgumentLimit = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
-"""The arguments that limit the size."""
+BoundArgument = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
+"""The arguments that limit the size whatever the trials show."""
 
 # This is the maximum where neither the data nor the user sets one.
 UNBOUNDED_MAX_BATCH_SIZE = 2**20
@@ -93,9 +93,9 @@ class SearchOptions:
         return UNBOUNDED_MAX_BUDGET if self.budget else UNBOUNDED_MAX_BATCH_SIZE
 
     @property
-    def bounds(self) -> list[tuple[int, ArgumentLimit]]:
+    def bounds(self) -> list[tuple[int, BoundArgument]]:
         """The largest sizes that the arguments allow, whatever the data are."""
-        bounds: list[tuple[int, ArgumentLimit]] = [(self.largest_size, "max_batch_size")]
+        bounds: list[tuple[int, BoundArgument]] = [(self.largest_size, "max_batch_size")]
         if self.target_batch_size is not None:
             bounds.append((self.target_batch_size, "target_batch_size"))
         return bounds

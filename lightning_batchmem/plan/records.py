@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from lightning_batchmem.plan.options import ArgumentLimit
+from lightning_batchmem.plan.options import BoundArgument
 
 MIB = 2**20
 """Bytes in a mebibyte, the unit in which memory is shown to people."""
@@ -24,7 +24,7 @@ _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
 _DataLimit = Literal["dataset", "validation data", "host memory"]
-SizeLimit = Literal[_DataLimit, ArgumentLimit, _ShareLimit, "overfit_batches", "val_check_interval"]
+SizeLimit = Literal[_DataLimit, BoundArgument, _ShareLimit, "overfit_batches", "val_check_interval"]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 
 Bound = tuple[int, SizeLimit]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions, bytes_in
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 from lightning_batchmem.simulated_gpu.launch import Outcome, Program, kernels_of, run
@@ -110,7 +111,8 @@ def simulate(program: Program, gpus: str, context: str, options: Mapping[str, An
     Raises:
         ValueError: for a GPU or an option that cannot be simulated.
     """
-    if options.get("objective") == "throughput":
+    objective = options.get("objective", SearchOptions.objective)
+    if objective_of(SearchOptions(objective=objective)).times_steps:
         raise ValueError("objective must be memory for a simulated GPU, which has no times")
     context_bytes = int(bytes_in(context))
     if context_bytes == 0:

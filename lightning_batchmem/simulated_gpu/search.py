@@ -21,6 +21,7 @@ from lightning_batchmem._lightning.strategies import (
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.state.saved_storages import SavedStorages
@@ -171,7 +172,7 @@ def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -
     if of_project:
         options = asdict(of_project[0].options)
         notes.append("The options are those of the project's BatchFinder.")
-        if options["objective"] != "memory":
+        if objective_of(of_project[0].options).times_steps:
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"
         options["later"] = of_project[0].later
