@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -381,6 +381,33 @@ def test_a_peak_before_the_steady_state(
     breakdown = memory.breakdown
     assert (breakdown and breakdown.peak_bytes) == breakdown_peak
     assert text in " ".join(capsys.readouterr().out.split())
+
+
+class WithBackbone(Net):
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return super().training_step((self.backbone(x), y), batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.layer.parameters())
+
+
+def test_layers_that_are_unfrozen_later_have_gradients_and_states_in_the_breakdown(
+    tmp_path, device_memory
+):
+    module = WithBackbone()
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    profiler, _ = profiled(tmp_path, module, callback, max_epochs=3)
+    breakdown = profiler.summary.memory.breakdown
+    assert module.backbone.weight.grad is not None
+    trained_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    assert breakdown.gradients_bytes == trained_bytes
+    # Adam has a step for each of the tensors.
+    assert breakdown.optimizer_state_bytes == 2 * trained_bytes + 4 * 4
 
 
 def test_the_host_has_its_cores_and_memory_that_the_heap_keeps_counts_as_activations(

@@ -162,6 +162,7 @@ class Run:
         """Exchange the totals of the epoch before between the ranks."""
         if self._group is not None and self._group.epoch_end_step is not None:
             self._join_ranks()
+        self._recorder.steady.begin_epoch()
         self.epoch_peak_bytes = 0
 
     def begin_step(self, module: LightningModule, batch: object) -> None:

@@ -78,14 +78,20 @@ class SteadySteps:
         self._splits_before = 0
         self._is_steady = False
         self._hooks = StepHooks()
-        are_noted = [self._hooks.add(one, self._note_step) for one in self._optimizers]
         # Without a hook, the state is steady after the first step.
-        self._is_noted = any(are_noted)
+        self._is_noted = self._note_steps()
+        # Parameters that got gradients when the breakdown was taken; None: it need not be compared.
+        self._num_trained: int | None = None
+        self._may_have_changed = False
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
             self.breakdown = value_or_none(
                 _BREAKDOWN, SteadyBreakdown, device_memory, device, module, self._optimizers
             )
+
+    def begin_epoch(self) -> None:
+        """Compare at the next step what is trained: layers may have been unfrozen."""
+        self._may_have_changed = True
 
     def begin(self, module: LightningModule, batch: object) -> bool:
         """Begin what is measured in this step.
@@ -93,11 +99,15 @@ class SteadySteps:
         Returns:
             Whether that is the breakdown. Its time does not belong to the step.
         """
+        if self._may_have_changed:
+            self._may_have_changed = False
+            self._compare(module)
         if not self._is_steady:
             return False
         self._hooks.remove()
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
+            self._num_trained = value_or_none(_BREAKDOWN, _num_trained, module)
             value_or_none(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
             if breakdown.is_due:
                 self.breakdown = None
@@ -152,6 +162,27 @@ class SteadySteps:
         self._hooks.remove()
         self.drop()
 
+    def _compare(self, module: LightningModule) -> None:
+        """Take the breakdown again if other layers are trained than before.
+
+        Their gradients and states would count as activations.
+        """
+        breakdown = self.breakdown
+        if breakdown is None or self._num_trained is None:
+            return
+        if value_or_none(_BREAKDOWN, _num_trained, module) != self._num_trained:
+            self._num_trained = None
+            self._is_steady = False
+            self._is_noted = self._note_steps()
+            breakdown.forget()
+            if self.modules is not None and self.modules.peak is not None:
+                self._to_measure.append(self.modules)
+
+    def _note_steps(self) -> bool:
+        """Note the next step of an optimizer; returns whether it will be noted."""
+        are_noted = [self._hooks.add(one, self._note_step) for one in self._optimizers]
+        return any(are_noted)
+
     def _begin_measurement(
         self, measurement: ModuleStep | FlopStep, module: LightningModule, batch: object
     ) -> None:
@@ -185,6 +216,10 @@ class SteadySteps:
         self._is_steady = True
 
 
+def _num_trained(module: Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
 class SteadyBreakdown:
     """The memory breakdown of a run, taken at the start of its first steady step."""
 
@@ -210,6 +245,11 @@ class SteadyBreakdown:
             now_bytes = device_memory.current().allocated_bytes
             breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
             self._other_bytes = breakdown.other_bytes
+
+    def forget(self) -> None:
+        """Forget what was measured, to take the breakdown again."""
+        self._at_start = None
+        self.peak_bytes = 0
 
     @property
     def is_due(self) -> bool:
