@@ -374,7 +374,7 @@ class BatchFinder(Callback):
                 f"BatchFinder cannot search, because {device.type} or its allocator counts"
                 " no peak memory. Set the batch size by hand."
             )
-        return TrainerSearch(
+        search = TrainerSearch(
             trainer,
             device_memory,
             self.options,
@@ -383,6 +383,8 @@ class BatchFinder(Callback):
             later=self.later,
             is_simulated=self._is_simulated,
         )
+        search.warn_of_limit()
+        return search
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:

@@ -122,6 +122,9 @@ class Muted:
         # ``copy.copy`` looks for special methods before the copy has an owner.
         if name.startswith("__") or name == "_muted_owner":
             raise AttributeError(name)
+        # A property that fails on the copy would run on the owner.
+        if any(name in vars(base) for base in type(self._muted_owner).__mro__):
+            raise AttributeError(name)
         return _readable(getattr(self._muted_owner, name))
 
     def __del__(self) -> None:

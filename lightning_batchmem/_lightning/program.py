@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -99,6 +100,20 @@ class TrainerProgram(Program):
 
     def batches_in_epoch(self, batch_size: int) -> float:
         return self._all_steps[0].batches_in_epoch(batch_size)
+
+    def batches_in_training(self, batch_size: int) -> float:
+        in_epoch = self.batches_in_epoch(batch_size)
+        if self.training is None:
+            return in_epoch
+        trainer = self._setting.trainer
+        max_epochs = trainer.max_epochs
+        epochs = math.inf
+        if max_epochs is not None and max_epochs >= 0:
+            epochs = max(1, max_epochs - trainer.current_epoch)
+        batches = in_epoch * epochs
+        if trainer.max_steps > 0:
+            return min(batches, trainer.max_steps * self.accumulate_grad_batches)
+        return batches
 
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +25,7 @@ from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import has_batch_norm
 from lightning_batchmem._lightning.trainer_state import call_module_hook
-from lightning_batchmem._lightning.training_state import TrainingState
+from lightning_batchmem._lightning.training_state import TrainingState, most_epochs
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.plan.options import SearchOptions
@@ -106,7 +107,9 @@ class ProgramMaker:
             self.policy,
             followed.project_size,
         )
-        begin_stage = partial(self._begin_training, state, loaders, validation_loaders)
+        largest_size = min([self.options.largest_size, *(size for size, _ in bounds)])
+        enter = partial(state.enter, most_epochs(trainer, training.batches_in_epoch(largest_size)))
+        begin_stage = partial(self._begin_training, enter, loaders, validation_loaders)
         program = TrainerProgram(
             clean_start,
             setting,
@@ -202,7 +205,7 @@ class ProgramMaker:
 
     def _begin_training(
         self,
-        state: TrainingState,
+        enter: Callable[[], None],
         training: StageLoaders,
         validation: StageLoaders | None,
         batch_size: int,
@@ -217,4 +220,4 @@ class ProgramMaker:
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
             call_module_hook(trainer, hook)
-        state.enter()
+        enter()

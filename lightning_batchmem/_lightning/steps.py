@@ -160,6 +160,13 @@ class TrainingSteps(_StageSteps):
             # Lightning counts in on_advance_end, which is not called because it also validates.
             count_optimizer_step(self.trainer)
 
+    def end_epoch(self) -> None:
+        """Call the hook of the module at the end of an epoch, and reset what it has logged."""
+        connector = logger_connector(self.trainer)
+        connector.epoch_end_reached()
+        call_module_hook(self.trainer, "on_train_epoch_end")
+        connector.reset_results()
+
     def _begin_epoch(self) -> None:
         """Count batches from 0 again."""
         self.loop.batch_progress = type(self.loop.batch_progress)()

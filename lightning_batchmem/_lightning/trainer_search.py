@@ -14,7 +14,6 @@ from lightning_batchmem._lightning.apply import learning_rate_to_scale, training
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.packages import noted_errors
-from lightning_batchmem._lightning.place_search import FollowedSetting
 from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.program_maker import ProgramMaker
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
@@ -31,9 +30,9 @@ from lightning_batchmem.plan.learning_rate import TrainingSetup, optimizer_step
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import mib
+from lightning_batchmem.plan.records import GROWTH_NOTE, mib
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import parameters_text
+from lightning_batchmem.search.earlier_plan import NOT_USED, parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -46,17 +45,21 @@ _START_TEXT_SIMULATED = "BatchFinder: searching on a simulated GPU"
 class FoundPlan:
     """The plan of a search in one state of a training, and what it was found with.
 
+    It keeps no samples, which would count as other memory of a second search.
+
     Args:
         plan: the plan, without the optimizer steps of the training.
-        followed: the place of the size, and the loaders that follow it.
+        setting: the place of the size.
+        project_size: the size that the project had before.
         setup: the optimizer steps of the project.
-        program: the program of the search.
+        epoch_batches: batches of an epoch at the size of the plan, on the rank with the fewest.
     """
 
     plan: Plan
-    followed: FollowedSetting
+    setting: BatchSizeSetting
+    project_size: int | None
     setup: TrainingSetup
-    program: TrainerProgram
+    epoch_batches: float
 
 
 @dataclass(eq=False)
@@ -126,7 +129,6 @@ class TrainerSearch:
             RuntimeError: if no size fits.
             ValueError: if the batch size of the project cannot be set.
         """
-        self.warn_of_limit()
         # The path to the size may lead through a class, which is not restored.
         snapshot.keep(setting.place.keep())
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
@@ -140,19 +142,21 @@ class TrainerSearch:
         step = optimizer_step(
             found.setup,
             plan.batch_size,
-            min(self.ranks.exchange(found.program.batches_in_epoch(plan.batch_size))),
+            found.epoch_batches,
             target_batch_size=self.options.target_batch_size,
             multiple_of=self.options.multiple_of,
             lr_scaling=self.options.lr_scaling,
         )
-        plan = self._placed(plan, found.followed.setting)
-        # The learning rate comes first, because the console shows only one note.
-        notes = (step.learning_rate_note, *plan.notes, *step.notes)
+        plan = self._placed(plan, found.setting)
+        # The console shows only one note: what grows, or else the learning rate.
+        of_growth = [note for note in plan.notes if note.startswith(GROWTH_NOTE)]
+        others = [note for note in plan.notes if note not in of_growth]
+        notes = (*of_growth, step.learning_rate_note, *others, *step.notes)
         return replace(
             plan,
             step=replace(step, learning_rate_note="", notes=()),
             notes=tuple(note for note in notes if note),
-            project_batch_size=found.followed.project_size,
+            project_batch_size=found.project_size,
         )
 
     def _search_in(
@@ -162,7 +166,8 @@ class TrainerSearch:
         clean_start: CleanStart,
         progress: SearchProgress,
         options: SearchOptions,
-        given_plan: Plan | str | Path | None,
+        given_plan: Plan | str | Path | None = None,
+        found_plan: Plan | None = None,
     ) -> FoundPlan:
         """Search in a state of the training, whose samples and sizes no other state uses."""
         learning_rate = learning_rate_to_scale(setting, options)
@@ -177,10 +182,16 @@ class TrainerSearch:
                     device=self._device,
                     parameters=parameters,
                     given_plan=given_plan,
+                    found_plan=found_plan,
                     also_size=followed.project_size if self.is_simulated else None,
                 )
-        plan = replace(plan, notes=(*plan.notes, *state.notes))
-        return FoundPlan(plan, followed, setup, program)
+        return FoundPlan(
+            replace(plan, notes=(*plan.notes, *state.notes)),
+            followed.setting,
+            followed.project_size,
+            setup,
+            min(self.ranks.exchange(program.batches_in_epoch(plan.batch_size))),
+        )
 
     def _confirmed(
         self,
@@ -201,12 +212,12 @@ class TrainerSearch:
         """
         size = found.plan.batch_size
         at_start = self._search_in(
-            TrainingState(self.trainer, None, is_first=True),
+            TrainingState(self.trainer, self.later, is_first=True),
             setting,
             clean_start,
             progress,
             replace(self.options, max_batch_size=size),
-            found.plan,
+            found_plan=found.plan,
         )
         if at_start.plan.batch_size == size:
             chosen = replace(found.plan.chosen, state=state_text)
@@ -215,7 +226,9 @@ class TrainerSearch:
             f"The state in which the training starts limits the size: {state_text},"
             f" {self.options.unit.size(size)} fit."
         )
-        return replace(at_start, plan=replace(at_start.plan, notes=(note, *at_start.plan.notes)))
+        of_given_plan = [one for one in found.plan.notes if one.startswith(NOT_USED)]
+        notes = (note, *at_start.plan.notes, *of_given_plan)
+        return replace(at_start, plan=replace(at_start.plan, notes=notes))
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
@@ -223,7 +236,6 @@ class TrainerSearch:
         Raises:
             RuntimeError: if no size fits.
         """
-        self.warn_of_limit()
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
             maker = self._maker(self.options)

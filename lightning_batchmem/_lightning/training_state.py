@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.foreign_values import add_note, error_text, value_or_none
-from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.plan.options import object_named
 
 Later = Callable[[Trainer, LightningModule], object]
 """A function of the user that makes a later state of the training."""
 
 MOST_EPOCHS = 1000
-"""Epochs for which finetuning callbacks are asked where ``max_epochs`` has no number."""
+"""Epochs for which finetuning callbacks are asked, at most."""
 
 
 class TrainingState:
@@ -36,30 +37,24 @@ class TrainingState:
 
     def __init__(self, trainer: Trainer, later: Later | None, *, is_first: bool = False) -> None:
         self._trainer = trainer
-        self._later = None if is_first else later
-        # The epoch in which most bytes are trained; None until it is known.
-        self._epoch: int | None = trainer.current_epoch if is_first else None
-        # The bytes of what is trained in the first epoch, and in that one.
-        self._first_bytes = 0
-        self._most_bytes = 0
-        # The names of the callbacks that unfreeze.
-        self._names: list[str] = []
-        # The names of those that cannot be asked before the training.
-        self._failed: set[str] = set()
+        self._later = later
+        self._is_first = is_first
+        self._unfreezing = Unfreezing(trainer)
         self._frozen_note = ""
 
     @property
     def is_later(self) -> bool:
         """Whether this is not the state in which the training starts; known once entered."""
-        return self._later is not None or self._most_bytes > self._first_bytes
+        return not self._is_first and (self._later is not None or self._unfreezing.is_later)
 
     @property
     def text(self) -> str:
         """What the state is, for the plan; empty for the one in which the training starts."""
         texts = []
-        if self._most_bytes > self._first_bytes:
-            verb = "unfreezes" if len(self._names) == 1 else "unfreeze"
-            texts.append(f"with the layers that {' and '.join(self._names)} {verb}")
+        if self._unfreezing.is_later:
+            names = self._unfreezing.names
+            verb = "unfreezes" if len(names) == 1 else "unfreeze"
+            texts.append(f"with the layers that {' and '.join(names)} {verb}")
         if self._later is not None:
             texts.append("in the state that later= makes")
         return " and ".join(texts)
@@ -71,68 +66,112 @@ class TrainingState:
 
     def prepare(self) -> None:
         """Make the later state of the user before loaders are requested and samples are read."""
-        if self._later is not None:
-            try:
-                self._later(self._trainer, self._trainer.lightning_module)
-            except Exception as error:
-                add_note(error, "BatchFinder called the function that later= names.")
-                raise
+        if self._later is None or self._is_first:
+            return
+        try:
+            self._later(self._trainer, self._trainer.lightning_module)
+        except Exception as error:
+            add_note(error, "BatchFinder called the function that later= names.")
+            raise
 
-    def enter(self) -> None:
-        """Make the state before the first step, once the optimizers exist."""
+    def enter(self, epochs: float) -> None:
+        """Make the state before the first step, once the optimizers exist.
+
+        Args:
+            epochs: the training has at most this many; ``inf`` if their number is unknown.
+        """
+        trainer = self._trainer
         kinds = in_every_package("callbacks.BaseFinetuning")
-        callbacks = [one for one in callbacks_of(self._trainer) if isinstance(one, kinds)]
-        if self._epoch is None:
-            self._epoch = self._hungriest_epoch(callbacks)
+        callbacks = [one for one in callbacks_of(trainer) if isinstance(one, kinds)]
+        if self._is_first:
+            self._unfreezing.run(callbacks, trainer.current_epoch)
         else:
-            for epoch in range(self._epoch + 1):
-                self._unfreeze(callbacks, epoch)
+            self._unfreezing.run_to_hungriest(callbacks, epochs)
         self.prepare()
         if not callbacks and self._later is None:
-            self._frozen_note = value_or_none("The optimizers", frozen_note, self._trainer) or ""
+            self._frozen_note = value_or_none("The optimizers", frozen_note, trainer) or ""
 
-    def _hungriest_epoch(self, callbacks: list[Any]) -> int:
-        """Unfreeze for all epochs, and return the first one in which most bytes are trained."""
-        trainer = self._trainer
-        first_epoch = trainer.current_epoch
-        last_epoch = trainer.max_epochs or 0
-        if last_epoch <= 0:
-            last_epoch = MOST_EPOCHS
-        hungriest = first_epoch
-        for epoch in range(last_epoch if callbacks else 0):
-            self._unfreeze(callbacks, epoch)
-            trained_bytes = _trained_bytes(trainer)
-            if epoch <= first_epoch:
-                self._first_bytes = self._most_bytes = trained_bytes
-            elif trained_bytes > self._most_bytes:
-                self._most_bytes = trained_bytes
-                hungriest = epoch
-        return hungriest
 
-    def _unfreeze(self, callbacks: list[Any], epoch: int) -> None:
-        """Let the callbacks unfreeze what they unfreeze in this epoch."""
+class Unfreezing:
+    """What finetuning callbacks unfreeze, as the epochs of a training would.
+
+    Args:
+        trainer: the trainer.
+
+    Attributes:
+        is_later: whether more is trained in a later epoch than in the first one.
+        names: the classes of the callbacks that unfreeze.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.is_later = False
+        self.names: list[str] = []
+        self._trainer = trainer
+        # The first epoch in which most bytes are trained; None until it is known.
+        self._hungriest: int | None = None
+        # The epoch in which the callback at a position has failed. What it did before stays.
+        self._failed: dict[int, int] = {}
+
+    def run(self, callbacks: Sequence[Any], last_epoch: int) -> None:
+        """Let the callbacks unfreeze for all epochs up to this one."""
+        for epoch in range(last_epoch + 1):
+            for position, callback in enumerate(callbacks):
+                self._call(position, callback, epoch)
+
+    def run_to_hungriest(self, callbacks: Sequence[Any], epochs: float) -> None:
+        """Let them unfreeze up to the epoch in which most bytes are trained.
+
+        The first call finds this epoch, and may end in the state of a later one.
+
+        Args:
+            callbacks: the callbacks.
+            epochs: epochs of the training, at most.
+        """
+        if self._hungriest is not None:
+            self.run(callbacks, self._hungriest)
+            return
         trainer = self._trainer
-        for callback in callbacks:
-            name = type(callback).__name__
-            if name in self._failed:
-                continue
-            before_bytes = _trained_bytes(trainer)
-            # It logs the learning rate of each epoch, and a warning of the training comes then.
-            callback.verbose = False
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    for optimizer in trainer.optimizers:
-                        callback.finetune_function(trainer.lightning_module, epoch, optimizer)
-            # It may need what only the training has, such as metrics of the epochs before.
-            except Exception as error:  # noqa: BLE001
-                self._failed.add(name)
+        self._hungriest = trainer.current_epoch
+        self.run(callbacks, self._hungriest)
+        trained_bytes = _trained_bytes(trainer)
+        most_bytes = trained_bytes
+        for epoch in range(self._hungriest + 1, int(min(epochs, MOST_EPOCHS)) if callbacks else 0):
+            for position, callback in enumerate(callbacks):
+                before_bytes = trained_bytes
+                self._call(position, callback, epoch)
+                trained_bytes = _trained_bytes(trainer)
+                name = type(callback).__name__
+                if trained_bytes > before_bytes and name not in self.names:
+                    self.names.append(name)
+            if trained_bytes > most_bytes:
+                most_bytes = trained_bytes
+                self._hungriest = epoch
+                self.is_later = True
+
+    def _call(self, position: int, callback: Any, epoch: int) -> None:
+        """Call a callback as Lightning does at the begin of an epoch, with self.log too."""
+        if epoch > self._failed.get(position, epoch):
+            return
+        trainer = self._trainer
+        module = trainer.lightning_module
+        # It logs the learning rate of each epoch, and a warning of the training comes then.
+        callback.verbose = False
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                replaced(module, _current_fx_name="on_train_epoch_start"),
+            ):
+                for optimizer in trainer.optimizers:
+                    callback.finetune_function(module, epoch, optimizer)
+        # It may need what only the training has, such as metrics of the epochs before.
+        except Exception as error:  # noqa: BLE001
+            if position not in self._failed:
+                self._failed[position] = epoch
                 rank_zero_warn(
-                    f"BatchFinder cannot unfreeze layers as {name} will do in epoch {epoch}"
-                    f" ({error_text(error)}), so the size may not hold from then on. Pass later=."
+                    f"BatchFinder cannot unfreeze layers as {type(callback).__name__} will do in"
+                    f" epoch {epoch} ({error_text(error)}), so the size may not hold from then on."
+                    " Pass later=."
                 )
-            if _trained_bytes(trainer) > before_bytes and name not in self._names:
-                self._names.append(name)
 
 
 def later_function(later: object) -> Later | None:
@@ -152,10 +191,26 @@ def later_function(later: object) -> Later | None:
     return function
 
 
+def most_epochs(trainer: Trainer, fewest_batches: float) -> float:
+    """The most epochs that a training may have; ``inf`` if their number is unknown.
+
+    Args:
+        trainer: the trainer.
+        fewest_batches: batches of an epoch at the largest size.
+    """
+    epochs = math.inf
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        epochs = trainer.max_epochs
+    if trainer.max_steps > 0 and 1 <= fewest_batches < math.inf:
+        batches = trainer.max_steps * trainer.accumulate_grad_batches
+        epochs = min(epochs, trainer.current_epoch + math.ceil(batches / fewest_batches))
+    return epochs
+
+
 def _trained_bytes(trainer: Trainer) -> int:
     """Bytes of the parameters that get gradients."""
     parameters = trainer.lightning_module.parameters()
-    return bytes_of(parameter for parameter in parameters if parameter.requires_grad)
+    return sum(one.numel() * one.element_size() for one in parameters if one.requires_grad)
 
 
 def frozen_note(trainer: Trainer) -> str:

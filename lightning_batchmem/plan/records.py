@@ -30,6 +30,12 @@ LimitedBy = Literal["memory", "throughput", SizeLimit]
 Bound = tuple[int, SizeLimit]
 """A largest size in samples, and the argument, setting or data that limits it."""
 
+GROWTH_NOTE = "Equal steps need"
+"""The beginning of a note about steps that keep more and more."""
+
+# For a training whose number of batches is unknown.
+_MANY_BATCHES = 1_000_000
+
 # The worst outcome comes first: several ranks or repetitions agree on the first that occurred.
 _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
 
@@ -50,6 +56,43 @@ def mib(count_bytes: float) -> str:
 def counted(count: int, noun: str) -> str:
     """A number of things, e.g. ``"1 sample"`` or ``"1,024 samples"``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What equal steps keep besides what lasts from one step to the next.
+
+    Args:
+        batch_bytes: live bytes that each batch adds, at the size of the trial.
+        batches: the batches over which they add up: those of the training, or of an epoch if memory
+            falls at its end; ``None`` if their number is unknown.
+        falls_at_epoch_end: whether memory falls at the end of an epoch.
+    """
+
+    batch_bytes: int
+    batches: int | None
+    falls_at_epoch_end: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes in the end; of very many batches if their number is unknown."""
+        batches = _MANY_BATCHES if self.batches is None else self.batches
+        return batches * self.batch_bytes
+
+    def fits(self, room_bytes: int) -> bool:
+        """Whether there is room for all of it; never known of an unknown number of batches."""
+        return self.batches is not None and self.total_bytes <= room_bytes
+
+    def note(self, room_bytes: int) -> str:
+        """A sentence for a plan whose rehearsal left this much room."""
+        whole = "an epoch" if self.falls_at_epoch_end else "the training"
+        number = f"{whole} has {self.batches:,}" if self.batches is not None else ""
+        return (
+            f"{GROWTH_NOTE} {mib(self.batch_bytes)} more each time: about"
+            f" {max(0, room_bytes) // self.batch_bytes:,} steps fit"
+            f"{', and ' + number if number else ''}. Keep loss.item() or loss.detach() instead of"
+            " the loss, and no outputs that grow."
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +132,7 @@ class Trial:
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         samples_run: samples that went through these steps.
+        growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
         notes: sentences about what could not be measured.
         error: first line of the out-of-memory error; empty otherwise.
     """
@@ -110,6 +154,7 @@ class Trial:
     samples_per_second: float | None = None
     full_steps: int = 0
     samples_run: int = 0
+    growth: Growth | None = None
     notes: tuple[str, ...] = ()
     error: str = ""
 
@@ -182,6 +227,11 @@ class Trial:
             ),
             full_steps=min(trial.full_steps for trial in trials),
             samples_run=max(trial.samples_run for trial in trials),
+            growth=max(
+                (trial.growth for trial in trials if trial.growth is not None),
+                key=lambda growth: growth.total_bytes,
+                default=None,
+            ),
             notes=tuple(sorted({note for trial in trials for note in trial.notes})),
         )
 

@@ -86,8 +86,10 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.memory is not None and plan.memory.lines:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
-        growth = f"{mib(line.slope)} {plan.unit.one}"
-        text = f"{mib(line.intercept)} + {growth} ({phase.replace('_', ' ')})"
+        text = f"{mib(line.slope)} {plan.unit.one} ({phase.replace('_', ' ')})"
+        # Where memory bends upward, the line through the largest sizes begins below 0.
+        if line.intercept >= 0:
+            text = f"{mib(line.intercept)} + {text}"
         rows.append(("line", text))
     if plan.place:
         rows.append(("size", _place(plan.place)))

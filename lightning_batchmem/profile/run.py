@@ -61,11 +61,9 @@ class Takers:
         # The steps since the last reading, all of one stage.
         self._steps: list[Step] = []
 
-    def take(self, interval: Interval) -> None:
-        """Take the steps since the last log."""
-        # They are kept even if a logger is interrupted.
-        self._steps += interval.steps
-        self.loggers.take(interval)
+    def keep(self, steps: list[Step]) -> None:
+        """Keep the steps since the last log for the next reading of the device."""
+        self._steps += steps
 
     def flush(self, reading: DeviceReading) -> None:
         """Use all steps since the last call, with the reading of the device at their end."""
@@ -265,11 +263,10 @@ class Run:
             return
         steps = self._steps
         self._steps = []
-        reading = None
-        try:
-            reading = self._reader.read()
-        finally:
-            self._takers.take(Interval(steps, reading or UNREAD, self._logging_step))
+        # They are kept even if a reading fails, or a logger is interrupted.
+        self._takers.keep(steps)
+        reading = self._reader.read()
+        self._takers.loggers.take(Interval(steps, reading or UNREAD, self._logging_step))
         if reading is not None:
             self._takers.flush(reading)
 

@@ -16,6 +16,9 @@ from lightning_batchmem.plan.records import Chosen, SizeLimit, Trial, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.search.ranks import Ranks
 
+NOT_USED = "The earlier plan was not used"
+"""The beginning of a note about a given plan."""
+
 LIMIT_TOLERANCE = 0.1
 """Limits are equal if they differ by at most this share: free memory always varies."""
 
@@ -66,7 +69,7 @@ def find_earlier_plan(
 
 def earlier_plan_not_used(*reasons: str) -> str:
     """A note with clauses that say why."""
-    return f"The earlier plan was not used: {', and '.join(reasons)}."
+    return f"{NOT_USED}: {', and '.join(reasons)}."
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:

@@ -102,10 +102,11 @@ def search_limits(
         )
     if program.training is None:
         options = replace(options, target_batch_size=None)
-    bounds: list[Bound] = [*options.bounds, *program.bounds()]
+    bounds: list[Bound] = [*program.bounds(), *options.bounds]
     if not room.device.is_host:
         bounds.append((_largest_in_host_memory(program, room, options), "host memory"))
-    bound = min(bounds, key=lambda bound: bound[0])
+    # Of equal bounds max_batch_size is named first, and other arguments last.
+    bound = min(bounds, key=lambda bound: (bound[0], bound[1] != "max_batch_size"))
     search_bytes = limit_bytes - room.later_bytes
     missing_bytes = 0
     if room.device.is_host and program.training is not None:

@@ -10,6 +10,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
+from lightning_batchmem.plan.records import Growth
 from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.readings import CallReading, StepReading
@@ -49,6 +50,7 @@ class TrialMeter:
         live: counts live bytes; ``None`` where the held bytes stand in for them.
         start_bytes: live bytes before the first step, or where :meth:`start_again` was called.
         fixed_bytes: live bytes that last from one step to the next, without gradients.
+        growth: what equal steps keep; ``None`` if nothing grows.
         has_idle_optimizer: whether an optimizer did not step in a warm-up.
     """
 
@@ -69,6 +71,7 @@ class TrialMeter:
             self.live = _module_counter(program, other_bytes)
         self.start_bytes = self._live_bytes()
         self.fixed_bytes = 0
+        self.growth: Growth | None = None
         self.has_idle_optimizer = False
         self.before_step = before_step
         self._frames_before = compiled_frames()
@@ -106,6 +109,15 @@ class TrialMeter:
         return self._is_warm and any(
             (one.is_primary, one.batch_size) == (is_primary, batch_size) for one in self.readings
         )
+
+    def end_bytes(self) -> int | None:
+        """Live bytes between two steps; None where they cannot be counted."""
+        return None if self.live is None else self._live_bytes()
+
+    def keep_growth(self, growth: Growth) -> None:
+        """Keep what equal steps add; of several kinds of steps the most."""
+        if self.growth is None or growth.total_bytes > self.growth.total_bytes:
+            self.growth = growth
 
     def keep(self, reading: StepReading) -> None:
         """Keep the reading of a full step."""

@@ -61,6 +61,13 @@ class Steps:
         """
         return batch_size
 
+    def batches_in_epoch(self, batch_size: int) -> float:
+        """Batches of an epoch on this rank; ``inf`` where their number is unknown."""
+        return math.inf
+
+    def end_epoch(self) -> None:
+        """Run what follows the last batch of an epoch, and may free memory."""
+
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""
         return 1
@@ -143,6 +150,10 @@ class Program:
 
     def batches_in_epoch(self, batch_size: int) -> float:
         """Training batches of an epoch on this rank; ``inf`` where that is unknown."""
+        return math.inf
+
+    def batches_in_training(self, batch_size: int) -> float:
+        """Batches that are left of the training; ``inf`` where their number is unknown."""
         return math.inf
 
     def worker_bytes(self, batch_size: int) -> int:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_batchmem.devices.peaks import StepPeaks
+
+# Rises that differ by at most this share are nearly the same.
+_SAME_SHARE = 0.1
 
 
 class CallReading(NamedTuple):
@@ -40,6 +45,8 @@ class StepReading(NamedTuple):
     allocator_retries: int
     # Failed allocations that the step itself caught.
     caught_errors: int
+    # Live bytes at its end; None where they cannot be counted.
+    end_bytes: int | None = None
 
 
 class CallSeconds(NamedTuple):
@@ -68,7 +75,8 @@ class CallSeconds(NamedTuple):
 
 def call_seconds(readings: Iterable[StepReading]) -> CallSeconds:
     """Return the seconds of the calls whose times count."""
-    timed = [call for step in readings if step.has_times for call in step.calls]
+    steps = [step for step in readings if step.has_times and step.is_complete]
+    timed = [call for step in steps for call in step.calls]
     return CallSeconds(
         [call.seconds for call in timed if call.has_stepped],
         [call.seconds for call in timed if not call.has_stepped],
@@ -118,3 +126,18 @@ def num_caught_errors(readings: Iterable[StepReading]) -> int:
     cuDNN catches some errors itself and takes a slower algorithm, which it then keeps.
     """
     return sum(step.caught_errors for step in readings if step.is_repeated)
+
+
+def has_risen(readings: Sequence[StepReading]) -> bool:
+    """Return whether each of these steps has ended with more live bytes than the one before."""
+    ends = [one.end_bytes for one in readings if one.end_bytes is not None]
+    return len(ends) > 1 and all(later > earlier for earlier, later in pairwise(ends))
+
+
+def growth_bytes(readings: Sequence[StepReading]) -> int:
+    """Return what each of these equal steps adds to the live bytes; 0 if not nearly the same."""
+    ends = [one.end_bytes for one in readings if one.end_bytes is not None]
+    rises = [later - earlier for earlier, later in pairwise(ends)]
+    if len(rises) < 2 or min(rises) <= 0 or max(rises) > (1 + _SAME_SHARE) * min(rises):
+        return 0
+    return int(statistics.median(rises))

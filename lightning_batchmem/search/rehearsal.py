@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Growth
 from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.program import Steps
+from lightning_batchmem.search.readings import growth_bytes, has_risen
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
 EVALUATION_STEPS = 2
 """Steps of an evaluation. The second shows a difference."""
+
+GROWTH_STEPS = 5
+"""Equal steps where memory rises from step to step. Four equal rises are not an accident."""
 
 DIFFERING_SHARE = 0.1
 """Peaks differ from this share of the highest on. Less is noise of the allocator."""
@@ -43,7 +50,9 @@ def rehearse(
         meter.start_again()
     with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
-        peaks_bytes = consecutive.run_steady(policy.steady_steps)
+        steady = consecutive.run_steady(policy.steady_steps)
+        # The micro batches of a step differ in any case: only the later ones have gradients.
+        peaks_bytes = [max(call.peaks.peak_bytes for call in one.calls) for one in steady]
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
         # On the host these peaks are those of the resident set, which do not count.
@@ -53,16 +62,47 @@ def rehearse(
             # Depth or size of the images may be random, or the samples differ in length.
             consecutive.run_steady(policy.more_steady_steps)
         consecutive.run_others()
-        consecutive.measure_live_bytes()
+        counted = consecutive.measure_live_bytes()
+        if on_any_rank(has_risen(counted or steady)):
+            batches = program.batches_in_training(batch_size)
+            _measure_growth(meter, consecutive, batches)
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
         with ConsecutiveSteps(meter, evaluation, batch_size) as consecutive:
-            consecutive.run(EVALUATION_STEPS)
-            consecutive.measure_live_bytes()
+            steady = consecutive.run(EVALUATION_STEPS)
+            counted = consecutive.measure_live_bytes()
+            if on_any_rank(has_risen(counted or steady)):
+                _measure_growth(meter, consecutive, math.inf)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
         # No epoch follows that of an evaluation.
         _run(meter, primary, batch_size, 1)
+
+
+def _measure_growth(meter: TrialMeter, consecutive: ConsecutiveSteps, batches: float) -> None:
+    """Measure what equal steps keep, and whether the end of an epoch frees it.
+
+    Args:
+        meter: reads the steps.
+        consecutive: the steps.
+        batches: batches over which it adds up, unless the end of an epoch frees it.
+    """
+    readings = consecutive.run_equal(GROWTH_STEPS)
+    step_bytes = growth_bytes(readings)
+    end_bytes = readings[-1].end_bytes
+    if step_bytes == 0 or end_bytes is None:
+        return
+    value_or_none("Memory after the end of an epoch", consecutive.end_epoch)
+    freed_bytes = end_bytes - (meter.end_bytes() or 0)
+    # Most of what these steps have kept, at least.
+    falls = 2 * freed_bytes > GROWTH_STEPS * step_bytes
+    batches = consecutive.batches_in_epoch() if falls else batches
+    growth = Growth(
+        -(-step_bytes // len(readings[-1].calls)),
+        None if math.isinf(batches) else int(batches),
+        falls,
+    )
+    meter.keep_growth(growth)
 
 
 def _run(meter: TrialMeter, steps: Steps, batch_size: int, count: int) -> None:

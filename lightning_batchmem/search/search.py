@@ -23,6 +23,9 @@ from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
 
+GROWTH_SHARE = 0.01
+"""What grows is named if it takes more than this share of the limit; a list of losses does not."""
+
 # What to do where no size fits.
 _SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
 _MORE_ROOM = (
@@ -71,6 +74,7 @@ class BatchSizeSearch:
         device: str,
         parameters: str = "",
         given_plan: Plan | str | Path | None = None,
+        found_plan: Plan | None = None,
         also_size: int | None = None,
     ) -> Plan:
         """Search, or only rehearse the size of an earlier plan if that passes.
@@ -79,19 +83,23 @@ class BatchSizeSearch:
             device: the name of the device.
             parameters: the number of parameters; empty for an evaluation.
             given_plan: an earlier plan, its file, or a log directory.
+            found_plan: a plan of this search in another state, whose size is rehearsed first.
             also_size: a size that is rehearsed at the end, where the data allow it.
 
         Raises:
             RuntimeError: if no size fits.
         """
         program = self._program
-        earlier_plan, of_earlier_plan = find_earlier_plan(
-            given_plan,
-            parameters,
-            device=device,
-            limit_bytes=self._room.limit_bytes(),
-            ranks=self._ranks,
-        )
+        earlier_plan = found_plan
+        of_earlier_plan: list[str] = []
+        if earlier_plan is None:
+            earlier_plan, of_earlier_plan = find_earlier_plan(
+                given_plan,
+                parameters,
+                device=device,
+                limit_bytes=self._room.limit_bytes(),
+                ranks=self._ranks,
+            )
         notes: list[str] = []
         chosen: Chosen | SearchFailed | None = None
         if earlier_plan is not None:
@@ -101,7 +109,7 @@ class BatchSizeSearch:
                 if isinstance(chosen, SearchFailed):
                     why_not = chosen.reason
                     chosen = None
-            if why_not:
+            if why_not and found_plan is None:
                 notes.append(earlier_plan_not_used(why_not))
         if chosen is None:
             chosen = self._search()
@@ -112,6 +120,7 @@ class BatchSizeSearch:
         limits = self._limits
         if also_size is not None and also_size <= limits.max_batch_size:
             self._rehearse_too(also_size)
+        chosen, of_growth = self._with_growth(chosen)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
@@ -120,6 +129,7 @@ class BatchSizeSearch:
             limits.limit_bytes + self._room.later_bytes,
             device=device,
             notes=(
+                *of_growth,
                 *chosen.notes,
                 *notes,
                 *of_trials,
@@ -131,6 +141,20 @@ class BatchSizeSearch:
             parameters=parameters,
             budget_name=limits.unit.budget_name,
         )
+
+    def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[str]]:
+        """The chosen size, verified only if what grows in its steps fits too, and a note of it."""
+        limit_bytes = self._limits.limit_bytes
+        of_size = [t for t in self._trials if t.batch_size == chosen.batch_size]
+        for trial in of_size:
+            growth = trial.growth
+            if growth is None:
+                continue
+            if growth.total_bytes > GROWTH_SHARE * limit_bytes:
+                room_bytes = limit_bytes - trial.needed_bytes
+                is_verified = chosen.is_verified and growth.fits(room_bytes)
+                return replace(chosen, is_verified=is_verified), [growth.note(room_bytes)]
+        return chosen, []
 
     def _search(self) -> Chosen | SearchFailed:
         """Run sizes until one is chosen."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import nullcontext
 
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.search.meter import TrialMeter
@@ -58,10 +59,9 @@ class ConsecutiveSteps:
             waiting -= meter.program.phases.stepped
         meter.end_warm_up(all_have_stepped=not waiting)
 
-    def run(self, count: int) -> None:
+    def run(self, count: int) -> list[StepReading]:
         """Run steps whose peaks count."""
-        for number in range(count):
-            self._step(number)
+        return [self._step(number) for number in range(count)]
 
     def run_others(self) -> None:
         """Run each other batch that a loader has formed itself once; their peaks count."""
@@ -86,29 +86,39 @@ class ConsecutiveSteps:
                 break
             self._step(number, has_times=True)
 
-    def run_steady(self, count: int) -> list[int]:
-        """Run steps, every other one with batches of other lengths; returns the peak of each."""
-        peaks_bytes = []
-        for number in range(count):
-            has_other_lengths = number % 2 == 1
-            reading = self._step(
-                number, other_lengths=has_other_lengths, has_times=not has_other_lengths
-            )
-            # The micro batches of a step differ in any case: only the later ones have gradients.
-            peaks_bytes.append(max(call.peaks.peak_bytes for call in reading.calls))
-        return peaks_bytes
+    def run_steady(self, count: int) -> list[StepReading]:
+        """Run steps, every other one with batches of other lengths."""
+        return [
+            self._step(number, other_lengths=number % 2 == 1, has_times=number % 2 == 0)
+            for number in range(count)
+        ]
 
-    def measure_live_bytes(self) -> None:
+    def run_equal(self, count: int) -> list[StepReading]:
+        """Run steps on one batch; live bytes are counted in them."""
+        counter = self._meter.dispatch_counter()
+        with counter or nullcontext():
+            return [self._step(0, counter=counter) for _ in range(count)]
+
+    def end_epoch(self) -> None:
+        """Run what follows an epoch."""
+        self._steps.end_epoch()
+
+    def batches_in_epoch(self) -> float:
+        """Batches of an epoch; ``inf`` where they are unknown."""
+        return self._steps.batches_in_epoch(self._batch_size)
+
+    def measure_live_bytes(self) -> list[StepReading]:
         """Count live bytes with a dispatch mode, unless the device counts them itself."""
         counter = self._meter.dispatch_counter()
         if counter is None:
-            return
+            return []
         with counter:
             # The first step only finds everything else that the module holds.
-            self._step(0, has_peaks=False, counter=counter)
-            self._step(0, counter=counter)
+            readings = [self._step(0, has_peaks=False, counter=counter)]
+            readings.append(self._step(0, counter=counter))
             for number in range(self._steps.num_other_batches):
                 self._step(number, other_lengths=True, counter=counter)
+        return readings
 
     def _step(
         self,
@@ -129,6 +139,7 @@ class ConsecutiveSteps:
         meter.before_step()
         before = meter.device.counters()
         after = before
+        end_bytes = None
         calls = []
         try:
             for call in range(self._calls):
@@ -143,6 +154,8 @@ class ConsecutiveSteps:
                 meter.device.synchronize()
                 calls.append(meter.end_call(time.perf_counter() - begin, counter))
             after = meter.device.counters()
+            if not is_counted_apart:
+                end_bytes = meter.end_bytes()
         finally:
             # The readings of the calls before an error are kept.
             reading = StepReading(
@@ -155,6 +168,7 @@ class ConsecutiveSteps:
                 is_repeated=is_repeated,
                 allocator_retries=_increase("num_alloc_retries", before, after),
                 caught_errors=_increase("num_ooms", before, after),
+                end_bytes=end_bytes,
             )
             meter.keep(reading)
         return reading

@@ -213,6 +213,7 @@ class TrialRunner:
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
             samples_run=num_samples(readings),
+            growth=meter.growth,
             notes=tuple(notes),
         )
 

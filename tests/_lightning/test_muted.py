@@ -1,6 +1,7 @@
 """Callbacks and loggers that steps of a search read."""
 
 import copy
+import types
 from collections import Counter
 from unittest.mock import Mock
 
@@ -296,3 +297,24 @@ class Table(dict, Callback):
 @pytest.mark.parametrize("mute", [muted_callback, muted_profiler])
 def test_a_base_that_is_built_in(mute):
     assert isinstance(mute(Table(a=1)), Table)
+
+
+class Connects(CSVLogger):
+    """Its property needs a client, which a muted logger does not make."""
+
+    clients = 0
+
+    def client(self):
+        self.clients += 1
+        return types.SimpleNamespace(url="address")
+
+    @property
+    def url(self):
+        return self.client().url
+
+
+def test_a_property_that_fails_on_the_copy_does_not_run_on_the_owner(tmp_path):
+    logger = Connects(tmp_path)
+    with pytest.raises(AttributeError):
+        _ = muted_logger(logger).url
+    assert logger.clients == 0

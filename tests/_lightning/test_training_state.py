@@ -68,11 +68,17 @@ class All(InSteps):
 
 
 class NeedsMetrics(InSteps):
-    """Decides with what only the training knows."""
+    """Reads what only the training knows, from an epoch on; unfreezes in the second epoch."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
 
     def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch > 0:
-            pl_module.trainer.callback_metrics["val_loss"]
+        if epoch >= self.first:
+            self.loss = pl_module.trainer.callback_metrics["loss"]
+            return
+        super().finetune_function(pl_module, epoch, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +111,41 @@ def test_a_callback_that_unfreezes_everything_in_the_first_epoch_needs_no_later_
     assert plan.chosen.state == ""
 
 
-def test_a_callback_that_cannot_be_asked_before_the_training_is_a_warning(search, device):
-    with pytest.warns(UserWarning, match=r"as NeedsMetrics will do in epoch 1 \(KeyError"):
-        plan = search(Frozen(device), NeedsMetrics(), max_steps=1)
+class Logs(Frozen):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize(("first", "bytes_of_a_sample"), [(1, 1), (3, 3)])
+def test_a_callback_that_cannot_be_asked_before_the_training_is_a_warning(
+    search, device, first, bytes_of_a_sample
+):
+    sizes = Sizes()
+    with pytest.warns(UserWarning, match=rf"as NeedsMetrics will do in epoch {first} \(KeyError"):
+        plan = search(Logs(device), NeedsMetrics(first), sizes, **EPOCHS)
+    assert 0.8 * FOUND / bytes_of_a_sample <= plan.batch_size <= FOUND / bytes_of_a_sample
+    assert sizes.seen == {plan.batch_size}
+
+
+def test_epochs_that_a_training_does_not_reach_are_not_asked(search, device):
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=4)
+    # At the largest size that the data allow, an epoch has one batch.
+    plan = search(Frozen(device), callback, max_steps=4, limit_train_batches=2)
     assert plan.batch_size == FOUND
+    assert search(Frozen(device), callback, max_steps=10, limit_train_batches=2).batch_size < FOUND
+
+
+class LogsToo(InSteps):
+    def finetune_function(self, pl_module, epoch, optimizer):
+        super().finetune_function(pl_module, epoch, optimizer)
+        pl_module.log("epoch_of_callback", float(epoch))
+
+
+def test_a_callback_may_log(search, device):
+    plan = search(Logs(device), LogsToo(), **EPOCHS)
+    assert plan.chosen.state
 
 
 # --- states that the user makes
@@ -174,6 +211,7 @@ def test_a_state_at_the_start_that_needs_more_limits_the_size(search, device):
         f" {FOUND} samples fit."
     )
     assert note in plan.notes
+    assert not any("earlier plan" in note or "pass later=" in note for note in plan.notes)
 
 
 class Bank(Lawful):

@@ -37,6 +37,7 @@ class FakeDevice:
         self.num_alloc_retries = 0
         self.num_releases = 0
         self._base_bytes = base_bytes
+        self._kept_bytes = 0
         self._current_bytes = base_bytes
         self._peak_bytes = base_bytes
 
@@ -61,6 +62,13 @@ class FakeDevice:
     def free(self) -> None:
         """Free all but ``base_bytes``."""
         self._current_bytes = self._base_bytes
+
+    def keep(self, size_bytes: int) -> None:
+        """Keep ``size_bytes`` in use, besides ``base_bytes``, until other bytes are kept."""
+        self._current_bytes += size_bytes - self._kept_bytes
+        self._base_bytes += size_bytes - self._kept_bytes
+        self._kept_bytes = size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._current_bytes)
 
     def reset_peak(self) -> None:
         self._peak_bytes = self._current_bytes

@@ -44,10 +44,16 @@ def made(tmp_path):
     takers.close()
 
 
+def log(takers, steps):
+    """Log the steps as a run does."""
+    takers.keep(steps.steps)
+    takers.loggers.take(steps)
+
+
 def test_steps_between_two_readings_of_the_device_are_one_interval(made):
     takers, logger, path = made
-    takers.take(interval(step(0, 5, seconds=0.5)))
-    takers.take(interval(step(1, 5, seconds=1.5), step(2, 5, seconds=1.0)))
+    log(takers, interval(step(0, 5, seconds=0.5)))
+    log(takers, interval(step(1, 5, seconds=1.5), step(2, 5, seconds=1.0)))
     assert (len(logger.steps), rows(path)) == (2, [])
     assert not takers.totals
     reading = DeviceReading(32 * MIB, ("gpu_pct", 50.0))
@@ -62,7 +68,7 @@ def test_steps_between_two_readings_of_the_device_are_one_interval(made):
 
 def test_an_alert_that_is_an_error_leaves_the_steps_in_the_file_once(made):
     takers, _, path = made
-    takers.take(interval(step(0, 31)))
+    log(takers, interval(step(0, 31)))
     with pytest.raises(UserWarning, match="is above 95%"):
         takers.flush(DeviceReading(32 * MIB))
     takers.flush(DeviceReading(32 * MIB))
@@ -74,7 +80,7 @@ def test_an_interrupt_in_a_logger_leaves_the_steps_to_the_others_once(made):
     takers, logger, path = made
     logger.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        takers.take(interval(step(0, 5)))
+        log(takers, interval(step(0, 5)))
     takers.flush(DeviceReading(32 * MIB))
     takers.flush(DeviceReading(32 * MIB))
     assert [row["step"] for row in rows(path)] == ["0"]

@@ -6,6 +6,8 @@ from lightning_batchmem.search.readings import (
     CallSeconds,
     StepReading,
     call_seconds,
+    growth_bytes,
+    has_risen,
     held_peak_bytes,
     num_caught_errors,
     num_full_steps,
@@ -89,3 +91,25 @@ def test_only_what_repeats_counts_as_a_retry_or_a_caught_error():
     ]
     assert num_retries(readings) == 2
     assert num_caught_errors(readings) == 1
+
+
+def ends(*end_bytes):
+    return [step(end_bytes=count_bytes) for count_bytes in end_bytes]
+
+
+def test_memory_has_risen_if_each_step_ends_with_more():
+    assert has_risen(ends(1, 2, 3))
+    assert not has_risen(ends(1, 2, 2))
+    assert not has_risen(ends(1))
+    assert not has_risen(ends(None, None))
+
+
+def test_growth_is_nearly_the_same_in_each_step():
+    assert growth_bytes(ends(0, 100, 204, 300)) == 100
+    assert growth_bytes(ends(0, 100, 250, 350)) == 0
+    assert growth_bytes(ends(0, 100, 100)) == 0
+    assert growth_bytes(ends(0, 100)) == 0
+
+
+def test_times_of_a_step_that_failed_do_not_count():
+    assert call_seconds([step(call(seconds=2.0), is_complete=False)]).all == []

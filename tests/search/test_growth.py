@@ -1,0 +1,85 @@
+"""Trainings whose steps keep more and more: what a plan says of them, and when it is verified."""
+
+import pytest
+
+from lightning_batchmem.plan.plan import Plan
+from tests.helpers.lawful import MIB, Lawful, found_size
+
+FIXED = 99 * MIB
+FOUND = found_size(500 * MIB, multiple_of=1)
+
+
+class Keeping(Lawful):
+    """Each step keeps some memory; the end of an epoch may free it."""
+
+    def __init__(self, device_memory, kept_bytes, *, frees=False, fails=False):
+        super().__init__(device_memory, lambda count_bytes: count_bytes)
+        self.kept_bytes = kept_bytes
+        self.frees = frees
+        self.fails = fails
+        self.kept = []
+        self.keep = lambda count_bytes: device_memory.keep(count_bytes)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.keep(sum(self.kept))
+        self.use(FIXED + len(x) * MIB)
+        self.kept.append(self.kept_bytes)
+        self.keep(sum(self.kept))
+        return self.layer(x).mean()
+
+    def on_train_epoch_end(self):
+        # The training has one step.
+        if self.fails and len(self.kept) > 1:
+            raise ValueError("a whole epoch is missing")
+        if self.frees:
+            self.kept.clear()
+            self.keep(0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_verified"),
+    [(10, True), (4000, False)],
+)
+def test_a_plan_is_verified_if_what_grows_fits_too(search, device, steps, is_verified):
+    class Ends(Keeping):
+        """Ends the training after three steps: only the plan is of interest."""
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.trainer.state.fn == "fit" and not self.trainer.fit_loop.restarting:
+                self.trainer.should_stop = self.trainer.global_step >= 3
+
+    plan = search(Ends(device, MIB), max_steps=steps)
+    assert plan.verified == is_verified
+    growth = plan.trials[-1].growth
+    assert (growth.batch_bytes, growth.falls_at_epoch_end) == (MIB, False)
+    assert growth.batches == steps
+    assert plan.notes[0].startswith("Equal steps need 1.0 MiB more each time: about ")
+    assert f"and the training has {steps:,}." in plan.notes[0]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_list_of_losses_is_not_named(search, device):
+    plan = search(Keeping(device, 512), max_steps=1)
+    assert plan.verified
+    assert not any("Equal steps" in note for note in plan.notes)
+
+
+def test_what_an_epoch_frees_counts_for_an_epoch(search, device):
+    plan = search(Keeping(device, MIB, frees=True), max_epochs=2, max_steps=-1)
+    growth = plan.trials[-1].growth
+    assert growth.falls_at_epoch_end
+    assert growth.batches == -(-5000 // plan.batch_size)
+    assert plan.verified
+
+
+def test_a_hook_that_needs_a_whole_epoch_does_not_end_the_search(search, device):
+    with pytest.warns(UserWarning, match="Memory after the end of an epoch cannot be read"):
+        plan = search(Keeping(device, MIB, fails=True), max_steps=1)
+    assert not plan.trials[-1].growth.falls_at_epoch_end
+
+
+def test_steps_that_keep_nothing_have_no_growth(search, device):
+    plan = search(Keeping(device, 0), max_steps=1)
+    assert plan.batch_size == FOUND
+    assert plan.trials[-1].growth is None
