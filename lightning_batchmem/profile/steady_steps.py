@@ -80,8 +80,6 @@ class SteadySteps:
         self._hooks = StepHooks()
         # Without a hook, the state is steady after the first step.
         self._is_noted = self._note_steps()
-        # Parameters that got gradients when the breakdown was taken; None: it need not be compared.
-        self._num_trained: int | None = None
         self._may_have_changed = False
         self.breakdown: SteadyBreakdown | None = None
         if device_memory is not None:
@@ -107,7 +105,6 @@ class SteadySteps:
         self._hooks.remove()
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
-            self._num_trained = value_or_none(_BREAKDOWN, _num_trained, module)
             value_or_none(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
             if breakdown.is_due:
                 self.breakdown = None
@@ -168,10 +165,9 @@ class SteadySteps:
         Their gradients and states would count as activations.
         """
         breakdown = self.breakdown
-        if breakdown is None or self._num_trained is None:
+        if breakdown is None or breakdown.is_due:
             return
-        if value_or_none(_BREAKDOWN, _num_trained, module) != self._num_trained:
-            self._num_trained = None
+        if value_or_none(_BREAKDOWN, breakdown.has_changed, module):
             self._is_steady = False
             self._is_noted = self._note_steps()
             breakdown.forget()
@@ -237,6 +233,8 @@ class SteadyBreakdown:
         self._device_memory = device_memory
         self._device = device
         self._at_start: MemoryBreakdown | None = None
+        # Numbers in the parameters that got gradients then.
+        self._num_trained = 0
         # The resident set includes memory that earlier steps freed, which belongs to the
         # activations. An allocator counts freed memory separately.
         self._other_bytes: int | None = None
@@ -245,6 +243,10 @@ class SteadyBreakdown:
             now_bytes = device_memory.current().allocated_bytes
             breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
             self._other_bytes = breakdown.other_bytes
+
+    def has_changed(self, module: Module) -> bool:
+        """Return whether other parameters get gradients than when it was taken."""
+        return self._num_trained != _num_trained(module)
 
     def forget(self) -> None:
         """Forget what was measured, to take the breakdown again."""
@@ -266,6 +268,7 @@ class SteadyBreakdown:
             other_bytes = min(breakdown.other_bytes, self._other_bytes)
             breakdown = replace(breakdown, other_bytes=other_bytes)
         self._at_start = breakdown
+        self._num_trained = _num_trained(module)
         self.outside_bytes = self._device_memory.non_torch_bytes()
 
     def add_peak(self, peak_bytes: int) -> None:

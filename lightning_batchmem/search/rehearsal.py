@@ -72,7 +72,11 @@ def rehearse(
             steady = consecutive.run(EVALUATION_STEPS)
             counted = consecutive.measure_live_bytes()
             if on_any_rank(has_risen(counted or steady)):
-                _measure_growth(meter, consecutive, math.inf)
+                # An evaluation follows each epoch.
+                in_epoch = program.batches_in_epoch(batch_size)
+                epochs = program.batches_in_training(batch_size) / max(1.0, in_epoch)
+                batches = consecutive.batches_in_epoch() * max(1.0, epochs)
+                _measure_growth(meter, consecutive, batches)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
         # No epoch follows that of an evaluation.
@@ -99,7 +103,7 @@ def _measure_growth(meter: TrialMeter, consecutive: ConsecutiveSteps, batches: f
     batches = consecutive.batches_in_epoch() if falls else batches
     growth = Growth(
         -(-step_bytes // len(readings[-1].calls)),
-        None if math.isinf(batches) else int(batches),
+        int(batches) if math.isfinite(batches) else None,
         falls,
     )
     meter.keep_growth(growth)

@@ -61,7 +61,10 @@ class ConsecutiveSteps:
 
     def run(self, count: int) -> list[StepReading]:
         """Run steps whose peaks count."""
-        return [self._step(number) for number in range(count)]
+        readings = []
+        for number in range(count):
+            readings.append(self._step(number))
+        return readings
 
     def run_others(self) -> None:
         """Run each other batch that a loader has formed itself once; their peaks count."""
@@ -88,16 +91,20 @@ class ConsecutiveSteps:
 
     def run_steady(self, count: int) -> list[StepReading]:
         """Run steps, every other one with batches of other lengths."""
-        return [
-            self._step(number, other_lengths=number % 2 == 1, has_times=number % 2 == 0)
-            for number in range(count)
-        ]
+        readings = []
+        for number in range(count):
+            is_other = number % 2 == 1
+            readings.append(self._step(number, other_lengths=is_other, has_times=not is_other))
+        return readings
 
     def run_equal(self, count: int) -> list[StepReading]:
         """Run steps on one batch; live bytes are counted in them."""
         counter = self._meter.dispatch_counter()
+        readings = []
         with counter or nullcontext():
-            return [self._step(0, counter=counter) for _ in range(count)]
+            for _ in range(count):
+                readings.append(self._step(0, counter=counter))
+        return readings
 
     def end_epoch(self) -> None:
         """Run what follows an epoch."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable
-from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Trial
+from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Growth, Trial
 from tests.helpers.lawful import OLD_PLAN
 from tests.helpers.plans import plan_with
 
@@ -40,7 +40,11 @@ TIMES = dict.fromkeys(
 )
 PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
 TRIALS = any_of(
-    Trial, phase_peak_bytes=PEAKS, outcome=st.sampled_from(["ok", "over_limit"]) | TEXT, **TIMES
+    Trial,
+    phase_peak_bytes=PEAKS,
+    outcome=st.sampled_from(["ok", "over_limit"]) | TEXT,
+    growth=st.none() | any_of(Growth, batches=st.none() | st.integers(1, 2**50)),
+    **TIMES,
 )
 RATES = dict.fromkeys(("learning_rate", "learning_rate_before"), st.none() | FINITE)
 NO_NOTES = {"notes": st.just(())}
