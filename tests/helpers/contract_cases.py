@@ -666,7 +666,7 @@ class Grows(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         self.bank = [*self.bank, x][-6:]
-        mask = (torch.arange(6) < self.features).to(x.dtype)
+        mask = (torch.arange(6, device=x.device) < self.features).to(x.dtype)
         return super().training_step([self.backbone(x * mask), y], batch_idx)
 
     def on_train_epoch_start(self) -> None:
@@ -697,7 +697,7 @@ def full(trainer: Trainer, module: Any) -> None:
     """Make the state at the end of the training; it draws and counts too."""
     module.features = 6
     module.backbone.requires_grad_(True)
-    module.bank = [torch.rand(module.batch_size, 6) for _ in range(6)]
+    module.bank = [torch.rand(module.batch_size, 6, device=module.device) for _ in range(6)]
     module.running["loss"] += 1
     module.history.append(-1)
 
@@ -714,7 +714,8 @@ class InTwoSteps(BaseFinetuning):
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         self.unfrozen.append(epoch)
-        self.unfreeze_and_add_param_group(pl_module.backbone[2 * epoch], optimizer)
+        layer = pl_module.backbone[2 * epoch].requires_grad_(True)
+        optimizer.add_param_group({"params": list(layer.parameters())})
 
 
 @dataclass
