@@ -574,7 +574,7 @@ def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
     ],
 )
 def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_name, names):
-    device_memory.budget = 200 * MIB
+    device_memory.budget = 220 * MIB
     finder = BatchFinder()
     finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()

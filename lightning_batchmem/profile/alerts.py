@@ -13,12 +13,14 @@ from lightning_batchmem.profile.step import Interval, Step, Totals
 if TYPE_CHECKING:
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed
 
+STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
+"""The words for the stages of a run."""
+
 # Each has what happened, and what to do.
 _SENTENCES = {
     "leak": (
-        "The memory in use at the end of a training step grows by {pace} and would reach the limit"
-        " of {limit} at about step {end}. Keep loss.item() or loss.detach() instead of the"
-        " loss, and no outputs, list states of metrics or caches that grow."
+        "The memory in use at the end of a {stage} step grows by {pace} and would reach the limit"
+        " of {limit} at about step {end}. {advice}"
     ),
     "nearly full": (
         "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
@@ -26,11 +28,19 @@ _SENTENCES = {
     ),
     "data": (
         "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch"
-        " arrived, and the device was busy for {busy:.0f}% of it. Use more num_workers in the train"
-        " DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move work out"
-        " of the data set."
+        " arrived, and the device was busy for {busy:.0f}% of it. Use more num_workers in the"
+        " {loader} DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move"
+        " work out of the data set."
     ),
 }
+_KEEPS = (
+    "Keep loss.item() or loss.detach() instead of the loss, and no outputs, list states of metrics"
+    " or caches that grow."
+)
+# What a step of a stage may keep.
+_LEAK_ADVICE = {"predict": "Pass return_predictions=False to predict, and keep no outputs."}
+# The names in hooks and of loaders.
+_LOADERS = {"validate": "val"}
 _NEARLY_FULL_SHARE = 0.95
 # The wait for data is checked over the steps since the last check: at least this many steps, and
 # this many seconds.
@@ -58,24 +68,29 @@ class Alerts:
 
     Args:
         warn: takes each sentence once.
+        stage: the stage of the run. A validation in a training is checked for its peak only.
         granularity_bytes: peaks of equal steps may differ by this much.
         planned_bytes: a plan fills the memory up to this limit on purpose.
     """
 
     def __init__(
-        self, warn: Callable[[str], object], *, granularity_bytes: int = 0, planned_bytes: int = 0
+        self,
+        warn: Callable[[str], object],
+        stage: str = "train",
+        *,
+        granularity_bytes: int = 0,
+        planned_bytes: int = 0,
     ) -> None:
         # The sentence of each kind of alert.
         self.issued: dict[str, str] = {}
         self._warn = warn
+        self._stage = stage
         self._planned_bytes = planned_bytes
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Totals()
 
     def take(self, interval: Interval) -> None:
-        """Check the steps of a training since the last call."""
-        if interval.stage != "train":
-            return
+        """Check the steps since the last call."""
         totals = interval.totals
         limit_bytes = interval.reading.limit_bytes or 0
         for step in interval.steps:
@@ -86,7 +101,7 @@ class Alerts:
         if limit_bytes and peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes):
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        if interval.reading.utilization is not None:
+        if interval.reading.utilization is not None and interval.stage == self._stage:
             self._check_wait(totals)
 
     def _check_growth(self, step: Step, end_bytes: int, limit_bytes: int) -> None:
@@ -99,7 +114,10 @@ class Alerts:
         if pace_bytes < MIB / 100:
             pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
         end = round(step.number + free_bytes / pace_bytes)
-        self._issue("leak", pace=pace, end=end, limit=mib(limit_bytes))
+        advice = _LEAK_ADVICE.get(self._stage, _KEEPS)
+        limit = mib(limit_bytes)
+        stage = STAGES[self._stage]
+        self._issue("leak", stage=stage, pace=pace, end=end, limit=limit, advice=advice)
 
     def _check_wait(self, totals: Totals) -> None:
         """Add the steps since the last call, and check the wait once they are enough."""
@@ -112,7 +130,9 @@ class Alerts:
         share = waited.wait.per_second() or 0.0
         busy = waited.busy.per_second() or 0.0
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
-            self._issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
+            loader = _LOADERS.get(self._stage, self._stage)
+            steps = waited.steps
+            self._issue("data", share=share, seconds=seconds, steps=steps, busy=busy, loader=loader)
 
     def _issue(self, kind: str, **values: object) -> None:
         if kind not in self.issued:

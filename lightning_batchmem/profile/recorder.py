@@ -236,7 +236,7 @@ class StepRecorder:
         if self._device_memory is not None:
             if (peak := value_or_none(_PEAK, self._device_memory.peak)) is not None:
                 peak_bytes, reserved_bytes, _ = peak
-            if clock.stage == "train" and clock.steps >= self._next_reading:
+            if clock is self.run_clock and clock.steps >= self._next_reading:
                 self._next_reading = next_reading(clock.steps)
                 end_bytes = value_or_none(_PEAK, self._device_memory.private_bytes)
         is_slowed = clock is self.run_clock and self.steady.end(samples, peak_bytes)

@@ -138,6 +138,7 @@ class Run:
             ),
             Alerts(
                 lambda sentence: rank_zero_warn(f"MemoryProfiler: {sentence}"),
+                stage,
                 granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
                 planned_bytes=0 if plan is None else plan.limit_bytes,
             ),

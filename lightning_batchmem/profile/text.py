@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.printing import table_text
 from lightning_batchmem.plan.records import counted, mib
+from lightning_batchmem.profile.alerts import STAGES
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 
 if TYPE_CHECKING:
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
-_STAGES = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _MAX_ROWS = 10
 # The number of a block that has submodules.
 _BLOCK_NUMBER = re.compile(r"\b\d+\.")
@@ -24,7 +24,7 @@ def summary_text(summary: Summary) -> str:
     """Return what limits a run, its tables, and its other numbers below them."""
     blocks = [summary.conclusion]
     if summary.memory.peak_bytes is not None:
-        title = f"Memory of a {_STAGES[summary.stage]} step ({summary.device})"
+        title = f"Memory of a {STAGES[summary.stage]} step ({summary.device})"
         blocks.append(f"{title}\n{_memory_table(summary.memory)}")
     if summary.modules is not None and not summary.modules.why_not:
         title = "Memory by module at the peak of a step"
@@ -37,7 +37,7 @@ def headline(summary: Summary) -> str:
     """Return the stage, the peak and the speed of a run."""
     peak_bytes = summary.memory.peak_bytes
     peak = "" if peak_bytes is None else f"peak {mib(peak_bytes)}, "
-    return f"{_STAGES[summary.stage]}: {peak}{_speed(summary.steps, summary.speed)}"
+    return f"{STAGES[summary.stage]}: {peak}{_speed(summary.steps, summary.speed)}"
 
 
 def _memory_table(memory: RunMemory) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts, LeakDetector
 from lightning_batchmem.profile.recorder import next_reading
-from lightning_batchmem.profile.step import DeviceReading, Step
+from lightning_batchmem.profile.step import DeviceReading, Interval, Step
 from tests.helpers.steps import interval
 
 GIB = 1024 * MIB
@@ -172,3 +173,26 @@ def test_the_wait_is_summed_over_intervals_of_known_utilization():
     assert "num_workers" in sentence
     take(100, 100.0, 0.8, 0.0)
     assert len(sentences) == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "sentence"),
+    [
+        ("predict", "at the end of a prediction step .* Pass return_predictions=False"),
+        ("test", "at the end of a test step .* Keep loss"),
+    ],
+)
+def test_an_evaluation_has_the_alerts_of_its_own_stage(stage, sentence):
+    rules, sentences = alerts(stage=stage)
+    for number in range(100):
+        leaking = step(number, 4, GIB, GIB + number * MIB)._replace(stage=stage)
+        rules.take(Interval([leaking], DeviceReading(4 * GIB)))
+    (found,) = sentences
+    assert re.search(sentence, found)
+
+
+def test_a_validation_in_a_training_is_checked_for_its_peak():
+    rules, _ = alerts()
+    full = step(0, 4, GIB)._replace(stage="validate")
+    rules.take(Interval([full], DeviceReading(GIB)))
+    assert list(rules.issued) == ["nearly full"]
