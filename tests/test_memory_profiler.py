@@ -625,7 +625,7 @@ def test_each_step_counts_once_if_a_report_is_interrupted(
 
 
 def test_an_evaluation_without_a_search_has_no_plan_of_an_earlier_one(tmp_path, device_memory):
-    device_memory.budget = 200 * MIB
+    device_memory.budget = 220 * MIB
     finder = BatchFinder()
     finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()
