@@ -220,6 +220,7 @@ class SearchOnly(BatchFinder):
         owners = (module, *datamodules)
         snapshot.keep(ProjectAttribute(trainer, module, self.options.batch_arg_name, owners).keep())
         strategy = trainer.strategy
+        outer = strategy.model
         with muted_trainer(trainer, snapshot, [self]):
             cancel = call_before(
                 strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
@@ -228,8 +229,14 @@ class SearchOnly(BatchFinder):
                 yield
             finally:
                 cancel()
+                # The wrapper of FSDP1 would keep its shards on the device.
+                strategy.model = outer
                 strategy.optimizers = []
                 strategy.lr_scheduler_configs = []
+        # A training starts with empty caches.
+        device_memory = self.device_memory(strategy.root_device)
+        if device_memory is not None:
+            device_memory.release_cached()
 
     def mute_callbacks_of_model(self, trainer: Trainer) -> None:
         """Remove the callbacks that ``configure_callbacks`` of the module has added."""

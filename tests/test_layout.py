@@ -173,7 +173,7 @@ ASSIGNED = {
     "batches/sample_bytes.py": {"pickler.dispatch_table"},
     "comparison.py": {"torch.backends.cudnn.benchmark"},
     "devices/out_of_memory.py": {"error.__traceback__"},
-    "find.py": {"strategy.optimizers", "strategy.lr_scheduler_configs"},
+    "find.py": {"strategy.model", "strategy.optimizers", "strategy.lr_scheduler_configs"},
     "simulated_gpu/child.py": {
         "sys.argv",
         "kind.__init__",

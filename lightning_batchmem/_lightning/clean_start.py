@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
+from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.data_source import (
@@ -25,6 +26,7 @@ from lightning_batchmem._lightning.hooks import (
 )
 from lightning_batchmem._lightning.muted import muted_callback, muted_logger, muted_profiler
 from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem._lightning.strategies import outer_module
 from lightning_batchmem._lightning.trainer_state import (
     OF_OPTIMIZERS,
     callbacks_of,
@@ -56,6 +58,7 @@ class ProjectSnapshot(Snapshot):
         loaders: loaders that the project has made already.
         datamodules: the datamodule of the project, if it has one.
         trainer: the trainer, where the module does not have it yet.
+        outer: the wrapper around the module that steps change too.
     """
 
     def __init__(
@@ -64,13 +67,14 @@ class ProjectSnapshot(Snapshot):
         loaders: Sequence[DataLoader[Any]] = (),
         datamodules: Sequence[LightningDataModule] = (),
         trainer: Trainer | None = None,
+        outer: Module | None = None,
     ) -> None:
         # A module and a datamodule may have the trainer of an earlier training. The attribute of
         # the module is private in lightning 2.5.0 to 2.6.6; the property raises an error.
         trainers = [trainer, module._trainer, *(data.trainer for data in datamodules)]
         self.own = [part for one in trainers for part in own_objects(one)]
         generators = {"loaders": generators_of(loaders)}
-        super().__init__([module], datamodules, generators, self.own, loaders)
+        super().__init__([outer or module], datamodules, generators, self.own, loaders)
         # A hook may return a loader that the project keeps in an attribute.
         self._restores_of_sizes = [keep_sizes([*loaders, *self.attributes.loaders])]
         self._warned: set[str] = set()
@@ -109,7 +113,13 @@ def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
                 " it belong to the old batch size. Read it in configure_optimizers instead."
             )
     loaders = [loader for source in sources for loader in source.passed_loaders()]
-    return ProjectSnapshot(trainer.lightning_module, loaders, datamodules_of(trainer), trainer)
+    return ProjectSnapshot(
+        trainer.lightning_module,
+        loaders,
+        datamodules_of(trainer),
+        trainer,
+        outer_module(trainer),
+    )
 
 
 def _users_snapshot(trainer: Trainer, snapshot: ProjectSnapshot) -> Snapshot:

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module, SyncBatchNorm
 
 # The base class of all kinds of BatchNorm is private in torch 2.5.1 to 2.14.
@@ -24,21 +25,33 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem.devices.tensors import bytes_of
 
+# Strategies that set the number of processes and connect them.
+_OF_RANKS = ("DDPStrategy", "ModelParallelStrategy", "FSDPStrategy")
+
+# Their ranks hold parts of the parameters, and gather them in each step.
+_SHARDING = ("ModelParallelStrategy", "FSDPStrategy")
+
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse a strategy whose state a search could not restore."""
-    # DeepSpeedStrategy is a subclass of DDPStrategy, so the second check would accept it.
+    """Refuse a strategy whose state a search could not restore, or whose memory it cannot read."""
+    name = type(trainer.strategy).__name__
+    # These are subclasses of accepted ones, so they come first.
     if _is_strategy(trainer, "DeepSpeedStrategy"):
         raise ValueError(
-            "strategy must not be DeepSpeedStrategy for BatchFinder, because its engine and"
-            " optimizer cannot be made again for another batch size. Search with"
-            " ModelParallelStrategy() (FSDP2) and set train_micro_batch_size_per_gpu to the result."
+            f"strategy must not be {name} for BatchFinder, because its engine and optimizer cannot"
+            ' be made again for another batch size. Search once with strategy="fsdp" and'
+            " find_batch_size, and set train_micro_batch_size_per_gpu to the result."
         )
-    if not _is_strategy(trainer, "SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"):
+    if _is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy"):
         raise ValueError(
-            "strategy must be that of a single device, DDP or ModelParallelStrategy (FSDP2) for"
-            f" BatchFinder, got {type(trainer.strategy).__name__}. Search with one of them and set"
-            " the batch size by hand."
+            f"strategy must not be {name} for BatchFinder, because XLA counts no peak memory."
+            " Remove BatchFinder, and set the batch size by hand."
+        )
+    if not _is_strategy(trainer, "SingleDeviceStrategy", *_OF_RANKS):
+        raise ValueError(
+            "strategy must be that of a single device, DDP, FSDPStrategy or ModelParallelStrategy"
+            f" (FSDP2) for BatchFinder, got {name}. Search once with one of them and"
+            " find_batch_size, and set the batch size by hand."
         )
 
 
@@ -50,7 +63,7 @@ def trains_in_other_processes(trainer: Trainer) -> bool:
 
 def exchange_on_host(trainer: Trainer) -> None:
     """Let ranks exchange numbers with gloo, which needs no network of GPUs."""
-    if _is_strategy(trainer, "DDPStrategy", "ModelParallelStrategy"):
+    if _is_strategy(trainer, *_OF_RANKS):
         # It is private in lightning 2.5.0 to 2.6.6, and read when the process group is made.
         vars(trainer.strategy)["_process_group_backend"] = "gloo"
 
@@ -58,9 +71,20 @@ def exchange_on_host(trainer: Trainer) -> None:
 def steps_are_collective(trainer: Trainer) -> bool:
     """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
     return trainer.world_size > 1 and (
-        _is_strategy(trainer, "ModelParallelStrategy")
+        _is_strategy(trainer, *_SHARDING)
         or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
     )
+
+
+def outer_module(trainer: Trainer) -> Module:
+    """The module with all state of a step: under FSDP1 the wrapper around that of the user.
+
+    The first step makes this wrapper the root of the sharded modules in it. If only the modules
+    went back to the state before, the next step would make each of them a root, and a root keeps
+    its gathered parameters from forward to backward.
+    """
+    model = trainer.strategy.model
+    return model if isinstance(model, FullyShardedDataParallel) else trainer.lightning_module
 
 
 def has_batch_norm(module: Module) -> bool:

@@ -56,7 +56,7 @@ class TrainingLoop:
     @property
     def steps_are_collective(self) -> bool:
         """Whether a model exchanges data with other ranks in every step."""
-        kinds = (DistributedDataParallel, SyncBatchNorm)
+        kinds = (DistributedDataParallel, FullyShardedDataParallel, SyncBatchNorm)
         return self.ranks.size > 1 and any(
             isinstance(module, kinds) or any(map(_is_sharded, module.parameters(recurse=False)))
             for model in self.models
@@ -86,12 +86,6 @@ def training_loop(
         one.optimizer if is_wrapped(one) else one
         for one in _all_of("optimizer", optimizer, Optimizer)
     ]
-    parts = [part for one in models for part in one.modules()]
-    if any(isinstance(part, FullyShardedDataParallel) for part in parts):
-        raise ValueError(
-            "model must be sharded with fully_shard (FSDP2), got FullyShardedDataParallel, whose"
-            " state cannot be restored"
-        )
     if all(parameter.device.type == "meta" for one in models for parameter in one.parameters()):
         raise ValueError("model must have parameters on a device, got none")
     # The list itself comes last, because a step may change it.

@@ -28,7 +28,8 @@ class Plan:
         ranks: how many processes searched together; peaks are the highest of them, times the
             slowest's.
         parameters: the number of parameters, which has to be the same before
-            ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation.
+            ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. Under
+            FSDP1 it is that of the first rank's shard.
         budget_name: the attribute that ``batch_size`` is a value of, where it is a budget within
             which loaders form their own batches, such as ``"max_tokens"``. All sizes are budgets
             then, and throughput is in items. ``None``: sizes are in samples.

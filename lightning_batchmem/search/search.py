@@ -90,6 +90,8 @@ class BatchSizeSearch:
             RuntimeError: if no size fits.
         """
         program = self._program
+        # The shards of FSDP1 have different sizes, and all ranks have one plan.
+        parameters = self._ranks.exchange(parameters)[0]
         earlier_plan = found_plan
         of_earlier_plan: list[str] = []
         if earlier_plan is None:

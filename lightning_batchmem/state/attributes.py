@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
-from lightning_batchmem.devices.tensors import tensors_in
+from lightning_batchmem.devices.tensors import plain_tensors, tensors_in
 from lightning_batchmem.state.refill import (
     Path,
     contents_of,
@@ -260,10 +260,16 @@ class AttributeState:
         # The storage of a fake tensor, which has no values either, is there too.
         if storage.device.type == "meta":
             return
-        if self._has_room(storage.nbytes(), largest_bytes):
+        # A view of a parameter adds no bytes. FSDP1 leaves such views in the modules.
+        if self._has_room(storage.nbytes(), largest_bytes) or self._is_saved(tensor):
             self.tensors.append(SavedTensor(tensor))
         else:
             self._leave_data(path, f"a tensor of {storage.nbytes():,} bytes")
+
+    def _is_saved(self, tensor: Tensor) -> bool:
+        saved = {flat.data_ptr() for one in self.tensors for flat in one.flats}
+        parts = plain_tensors(tensor)
+        return all(part.untyped_storage().data_ptr() in saved for part in parts)
 
     def _add_array(self, path: Path, array: Any) -> Children:
         if not self._has_room(array.nbytes):

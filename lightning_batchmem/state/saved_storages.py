@@ -128,9 +128,18 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    # Autograd does not answer for a part of a tensor, such as one of ``split``, after the tensor
+    # has changed in place. FSDP1 with use_orig_params=False leaves such parts in the modules.
+    except RuntimeError:
+        return False
+
+
 def carried_by(tensor: Tensor) -> Iterator[tuple[str, Any]]:
     """Yield the hooks on a tensor that has no graph, and its gradient if that has attributes."""
-    if tensor.is_leaf:
+    if _is_leaf(tensor):
         for name in _HOOKS:
             yield from ((".hook", hook) for hook in (getattr(tensor, name) or {}).values())
         if getattr(tensor.grad, "__dict__", {}):
@@ -156,7 +165,7 @@ class SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.flats = [] if is_lazy(tensor) else [flat_bytes(p) for p in plain_tensors(tensor)]
-        self._is_leaf = tensor.is_leaf
+        self._is_leaf = _is_leaf(tensor)
         if self._is_leaf:
             self._alias = tensor.detach()
             self._requires_grad = tensor.requires_grad

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.attributes import AttributeState
 from lightning_batchmem.state.saved_storages import SavedStorages
+from lightning_batchmem.state.sharded_modules import ShardedModules
 from lightning_batchmem.state.switches import Switches
 from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
 
@@ -57,6 +58,7 @@ class Snapshot:
     ) -> None:
         self._restore_random = record_random_states()
         self._switches = Switches()
+        self._sharded = ShardedModules()
         for module in modules:
             for name, parameter in module.named_parameters():
                 if is_lazy(parameter):
@@ -89,6 +91,7 @@ class Snapshot:
     def _restore(self) -> list[str]:
         try:
             failed = [*self._switches.restore(), *self.attributes.restore(), *self._data.restore()]
+            self._sharded.restore(self.attributes.restored)
             for saved in self._tensors:
                 saved.restore_place()
             self._storages.write_back()

@@ -137,6 +137,8 @@ NOT_WALKED = (
     np.memmap,
     logging.Logger,
     type,
+    # It gives the attributes of its class, as ``dict[str, int]`` gives those of ``dict``.
+    types.GenericAlias,
     types.ModuleType,
     types.FunctionType,
     BufferWrapper,

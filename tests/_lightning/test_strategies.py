@@ -7,6 +7,8 @@ from lightning.pytorch.strategies import (
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
 )
 from torch.nn import BatchNorm1d, LayerNorm, LazyBatchNorm2d, Linear, Sequential, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,24 +26,63 @@ def trainer_on(kind):
     return SimpleNamespace(strategy=object.__new__(kind))
 
 
-@pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy])
+class OwnSharding(ModelParallelStrategy):
+    """As the class that some projects register under the name "fsdp2"."""
+
+
+class OwnFSDP(FSDPStrategy):
+    pass
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        SingleDeviceStrategy,
+        DDPStrategy,
+        ModelParallelStrategy,
+        FSDPStrategy,
+        OwnSharding,
+        OwnFSDP,
+    ],
+)
 def test_supported_strategies(kind):
     check_strategy(trainer_on(kind))
+
+
+class OwnDeepSpeed(DeepSpeedStrategy):
+    pass
+
+
+class Other:
+    pass
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (DeepSpeedStrategy, "not be DeepSpeedStrategy .* set train_micro_batch_size_per_gpu"),
+        (OwnDeepSpeed, "not be OwnDeepSpeed .* cannot be made again"),
+        (XLAStrategy, "not be XLAStrategy .* Remove BatchFinder, and set the batch size by hand"),
+        (SingleDeviceXLAStrategy, "not be SingleDeviceXLAStrategy .* counts no peak memory"),
         (
-            DeepSpeedStrategy,
-            r"DeepSpeedStrategy .* cannot be made again.* train_micro_batch_size_per_gpu",
+            Other,
+            r"be .* FSDPStrategy or ModelParallelStrategy \(FSDP2\) .* got Other\. Search once",
         ),
-        (FSDPStrategy, r"ModelParallelStrategy .* got FSDPStrategy"),
     ],
 )
 def test_refused_strategies(kind, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^strategy must {message}"):
         check_strategy(trainer_on(kind))
+
+
+def test_strategies_of_the_standalone_package():
+    strategies = pytest.importorskip("pytorch_lightning.strategies")
+    # The class of the trainer decides which package is used.
+    kind = type("Trainer", (SimpleNamespace,), {"__module__": "pytorch_lightning.trainer"})
+    for accepted in (strategies.FSDPStrategy, strategies.ModelParallelStrategy):
+        check_strategy(kind(strategy=object.__new__(accepted)))
+    with pytest.raises(ValueError, match="XLA counts no peak memory"):
+        check_strategy(kind(strategy=object.__new__(strategies.XLAStrategy)))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +92,9 @@ def test_refused_strategies(kind, message):
         (DDPStrategy, SyncBatchNorm(2), 1, False),
         (DDPStrategy, BatchNorm1d(2), 2, False),
         (ModelParallelStrategy, BatchNorm1d(2), 2, True),
+        (FSDPStrategy, Linear(1, 1), 2, True),
+        (OwnFSDP, Linear(1, 1), 2, True),
+        (FSDPStrategy, Linear(1, 1), 1, False),
     ],
 )
 def test_sharding_and_synchronized_batch_norm_make_steps_collective(kind, layer, ranks, expected):

@@ -23,18 +23,27 @@ NOT_ON_THE_STUB = {
 """Case -> why it needs a real device."""
 
 
-class FirstStep(Callback):
-    """Reads what the device holds when the first training step begins."""
+class OfTraining(Callback):
+    """Reads what the device holds before the first training step, and the peaks from there on."""
 
     def __init__(self):
-        self.read = None
+        self.start = None
+        self.peaks = None
 
     def on_train_batch_start(self, trainer, *_):
-        if self.read is None:
+        if self.start is None:
             gc.collect()
             # The first products of a process allocate workspaces, here those of the search.
             torch._C._cuda_clearCublasWorkspaces()
-            self.read = torch.cuda.memory_allocated(), retries(), torch.cuda.get_rng_state()
+            self.start = torch.cuda.memory_allocated(), retries(), torch.cuda.get_rng_state()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.reserved_at_start = torch.cuda.memory_reserved()
+
+    def on_train_end(self, *_):
+        live_bytes = torch.cuda.max_memory_allocated() - self.start[0]
+        reserved_bytes = torch.cuda.max_memory_reserved() - self.reserved_at_start
+        self.peaks = {"live_bytes": live_bytes, "reserved_bytes": reserved_bytes}
 
 
 def retries():
@@ -72,9 +81,11 @@ def run(folder, name, size, finder):
     torch._C._cuda_clearCublasWorkspaces()
     allocated_before = torch.cuda.memory_allocated()
     retries_before = retries()
-    first = FirstStep()
-    outcome = outcome_of(folder, CASES[name], size, finder, first, accelerator="gpu", devices=1)
-    allocated_bytes, retries_at_start, random_state = first.read
+    of_training = OfTraining()
+    outcome = outcome_of(
+        folder, CASES[name], size, finder, of_training, accelerator="gpu", devices=1
+    )
+    allocated_bytes, retries_at_start, random_state = of_training.start
     start = {
         "allocated_bytes": allocated_bytes - allocated_before,
         "retries": retries_at_start - retries_before,
@@ -85,6 +96,7 @@ def run(folder, name, size, finder):
         texts = [text.splitlines()[0] for text in outcome.pop("texts")]
         random_states = outcome.pop("random")
         outcome = {"texts": texts, "random": random_states, **without_results(outcome)}
+    start["peaks"] = of_training.peaks
     return {"start": start, "random on the device": torch.cuda.get_rng_state(), **outcome}
 
 

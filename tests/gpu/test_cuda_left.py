@@ -13,6 +13,13 @@ def test_no_workspace_of_cublas_is_left(case):
     assert found["left_mib"] < 1, found
 
 
+@pytest.mark.parametrize("strategy", ["one device", "fsdp"])
+def test_a_search_without_a_training_leaves_an_empty_device(strategy):
+    found = on_stub("cuda_left", "search_alone", strategy)
+    expected = {"size": 16, "allocated_mib": 0, "reserved_mib": 0, "is_on_host": True}
+    assert found == expected
+
+
 def test_a_search_after_a_step_that_ended_before_the_update_of_the_scaler():
     found = on_stub("cuda_left", "scaler")
     require("the user's error" in found["first"], found)

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.cuda_networks import project
 from benchmarks.cuda_search import in_fork, start_device
-from lightning_batchmem import BatchFinder, find_batch_size_of_loop
+from lightning_batchmem import BatchFinder, find_batch_size, find_batch_size_of_loop
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
 
 DEVICE_BYTES = 2**30
@@ -76,6 +77,23 @@ def workspaces_of_loop() -> dict[str, Any]:
     before_bytes = torch.cuda.memory_allocated()
     find_batch_size_of_loop(step, make_batch, model=layers, optimizer=optimizer, max_batch_size=16)
     return {"left_mib": mib(torch.cuda.memory_allocated() - before_bytes)}
+
+
+def search_alone(strategy: str) -> dict[str, Any]:
+    """What ``find_batch_size`` leaves on a device that held nothing before."""
+    options: dict[str, Any] = {}
+    if strategy == "fsdp":
+        options["strategy"] = FSDPStrategy(process_group_backend="gloo")
+    trainer = gpu_trainer(max_steps=1, **options)
+    module = Mlp()
+    plan = find_batch_size(trainer, module, max_batch_size=16)
+    # Both are alive until here, as in a script.
+    return {
+        "size": plan.batch_size,
+        "allocated_mib": mib(torch.cuda.memory_allocated()),
+        "reserved_mib": mib(torch.cuda.memory_reserved()),
+        "is_on_host": next(module.parameters()).is_cpu and trainer.model is module,
+    }
 
 
 class TrainingAlone(Callback):
@@ -151,6 +169,7 @@ def error_of(trainer: Trainer, module: LightningModule) -> str:
 CASES = {
     "workspaces_of_trainer": workspaces_of_trainer,
     "workspaces_of_loop": workspaces_of_loop,
+    "search_alone": search_alone,
     "beside_hard_coded": beside_hard_coded,
     "scaler": scaler,
 }

@@ -5,6 +5,8 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
 
 import lightning_batchmem.loop.search
@@ -21,6 +23,13 @@ def network(case):
     layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
     if case.get("wrapper") == "ddp":
         return nn.parallel.DistributedDataParallel(layers)
+    if case.get("wrapper") == "fsdp":
+        return FullyShardedDataParallel(
+            layers,
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=case["use_orig_params"],
+        )
     if case.get("wrapper") == "fsdp2":
         from torch.distributed.fsdp import fully_shard
 
@@ -69,8 +78,11 @@ def run_case(rank, directory, case):
     torch.distributed.barrier()
     model.counts.zero_()
     torch.distributed.barrier()
-    local = [getattr(p, "to_local", lambda p=p: p)() for p in model.state_dict().values()]
+    tensors = [*model.parameters(), *model.buffers()]
+    local = [getattr(tensor, "to_local", lambda one=tensor: one)() for tensor in tensors]
     left = [value.double().tolist() for value in (*local, torch.get_rng_state())]
+    parts = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
+    left.append(sum(part._is_root is True for part in parts))
     return {"plan": plan, "left": left, "is_collective": is_collective, "counted": counted}
 
 

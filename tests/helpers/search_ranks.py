@@ -17,13 +17,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem import BatchFinder
+from lightning_batchmem import BatchFinder, find_batch_size
 from tests.helpers.budgets import OfRank
 from tests.helpers.fake_device import FakeDevice
+from tests.helpers.host_fsdp import HostFSDPStrategy
 from tests.helpers.lawful import MIB, quiet_trainer
 
 _devices = []
@@ -46,7 +48,7 @@ class Net(LightningModule):
         )
 
     def configure_model(self):
-        if self.case.get("strategy") == "fsdp2":
+        if "fsdp2" in self.case.get("strategy", ""):
             from torch.distributed._composable.fsdp import fully_shard
 
             for layer in (self.layers[0], self.layers[3], self.layers):
@@ -96,7 +98,8 @@ class Net(LightningModule):
 
     def configure_optimizers(self):
         self.fail("configure_optimizers")
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        # The parameters of FSDP1 may be those of its wrapper only.
+        optimizer = torch.optim.Adam(self.trainer.model.parameters(), lr=self.lr)
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -161,8 +164,8 @@ class WorkerEnvironment(LightningEnvironment):
         pass
 
 
-class WorkerStrategy(DDPStrategy):
-    """DDP for a Trainer that has one device on each rank, as in RayDDPStrategy."""
+class OfWorker:
+    """A strategy for a Trainer that has one device on each rank, as those of Ray Train."""
 
     @property
     def root_device(self):
@@ -173,6 +176,54 @@ class WorkerStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 
+class WorkerStrategy(OfWorker, DDPStrategy):
+    """As RayDDPStrategy."""
+
+
+class WorkerFSDPStrategy(OfWorker, HostFSDPStrategy):
+    """As RayFSDPStrategy."""
+
+
+class AllSharded(ModelParallelStrategy):
+    """FSDP2 over all ranks, without an argument; projects register such a class as "fsdp2"."""
+
+    def setup_environment(self):
+        self._data_parallel_size = self.world_size
+        self._tensor_parallel_size = 1
+        super().setup_environment()
+
+
+class WorkerModelParallelStrategy(OfWorker, AllSharded):
+    """As the RayModelParallelStrategy that projects write."""
+
+
+StrategyRegistry.register("fsdp2", AllSharded, override=True)
+
+
+def strategy_of(case, ranks):
+    """The arguments of the Trainer that choose the strategy of a case."""
+    given = case.get("ddp", case.get("fsdp", {}))
+    if "auto_wrap_policy" in given:
+        given = {**given, "auto_wrap_policy": {nn.Linear}}
+    kinds = {
+        "workers": WorkerStrategy,
+        "workers, fsdp": WorkerFSDPStrategy,
+        "workers, fsdp2": WorkerModelParallelStrategy,
+        "fsdp": HostFSDPStrategy,
+        "ddp": DDPStrategy,
+    }
+    name = case.get("strategy", "ddp")
+    if name == "fsdp2":
+        sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        return {"devices": ranks, "strategy": sharded}
+    if name == "fsdp2 by name":
+        return {"devices": ranks, "strategy": "fsdp2"}
+    strategy = kinds[name](**given)
+    if isinstance(strategy, OfWorker):
+        return {"strategy": strategy, "plugins": [WorkerEnvironment(ranks)]}
+    return {"devices": ranks, "strategy": strategy}
+
+
 def digest(tensors):
     """A hash of the tensors; of this rank's shards under FSDP2."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
@@ -181,13 +232,23 @@ def digest(tensors):
     ).hexdigest()
 
 
+def roots_in(module):
+    """The number of modules that FSDP1 takes for a root, which keep what they have gathered."""
+    parts = [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]
+    return sum(part._is_root is True for part in parts)
+
+
 def run_case(case, directory, ranks):
     """Train, or validate, and return what this rank saw, with the warnings of BatchFinder."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seen = _run_case(case, directory, ranks)
     texts = [str(warning.message) for warning in caught]
-    return {**seen, "warnings": [text for text in texts if text.startswith("BatchFinder leaves")]}
+    return {
+        **seen,
+        "warnings": [text for text in texts if text.startswith("BatchFinder leaves")],
+        "not_restored": [text for text in texts if "restore" in text],
+    }
 
 
 def _run_case(case, directory, ranks):
@@ -206,20 +267,20 @@ def _run_case(case, directory, ranks):
     if _devices:
         finder.device_memory = lambda device: module.fail("check") or _devices[0]
     recorder = Recorder()
-    callbacks = [recorder, finder] if case.get("search", True) else [recorder]
+    searches_in_fit = case.get("search", True) and "find" not in case
+    callbacks = [recorder, finder] if searches_in_fit else [recorder]
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
-    strategy = {"devices": ranks, "strategy": DDPStrategy(**case.get("ddp", {}))}
-    if case.get("strategy") == "fsdp2":
-        sharded = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-        strategy = {"devices": ranks, "strategy": sharded}
-    elif case.get("strategy") == "workers":
-        strategy = {"strategy": WorkerStrategy(), "plugins": [WorkerEnvironment(ranks)]}
     trainer = quiet_trainer(
         *callbacks,
         default_root_dir=directory,
         enable_checkpointing=bool(case.get("saves")),
-        **{"max_steps": 3, "limit_val_batches": 0, **strategy, **case.get("trainer", {})},
+        **{
+            "max_steps": 3,
+            "limit_val_batches": 0,
+            **strategy_of(case, ranks),
+            **case.get("trainer", {}),
+        },
     )
     x = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
     rows = TensorDataset(x, x.sum(1, keepdim=True))
@@ -229,6 +290,10 @@ def _run_case(case, directory, ranks):
         lengths = [1 + index % 5 for index in range(len(x))]
         sampler = OfRank(lengths, case["max_tokens"], rank, ranks)
         data = DataLoader(data.dataset, batch_sampler=sampler)
+    plan = None
+    if "find" in case and case.get("search", True):
+        plan = find_batch_size(trainer, module, None, data, data, **options)
+        data = DataLoader(rows, batch_size=plan.batch_size, shuffle=True)
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)
     else:
@@ -244,15 +309,18 @@ def _run_case(case, directory, ranks):
     states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
     entries = itertools.chain.from_iterable(state.values() for state in states)
     moments = [value for entry in entries for value in entry.values() if hasattr(value, "shape")]
+    plan = plan or finder.plan
+    model = trainer.strategy.model
     return {
-        "plan": json.loads(finder.plan.to_json()) if finder.plan else None,
+        "plan": json.loads(plan.to_json()) if plan else None,
         "releases": sum(device.num_releases for device in _devices),
         "sizes": [len(batch) for batch in recorder.batches],
         "batches": digest(recorder.batches),
         "left": {
             "steps": trainer.global_step,
-            "parameters": digest([*module.parameters(), *module.buffers()]),
+            "parameters": digest([*model.parameters(), *model.buffers()]),
             "moments": digest(moments),
+            "roots": roots_in(model),
             "random": digest([torch.get_rng_state()]),
         },
     }

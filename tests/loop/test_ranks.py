@@ -23,6 +23,10 @@ CASES = {
     "ddp alone": {"wrapper": "ddp", "search": False},
     "fails": {"fails_at": 8},
 }
+for name, use_orig_params in (("fsdp", True), ("fsdp, flat parameters", False)):
+    case = {"wrapper": "fsdp", "use_orig_params": use_orig_params}
+    CASES[name] = {**case, **LIMITED}
+    CASES[f"{name} alone"] = {**case, "search": False}
 if SHARDS_HERE:
     CASES["fsdp2"] = {"wrapper": "fsdp2", **LIMITED}
     CASES["fsdp2 alone"] = {"wrapper": "fsdp2", "search": False}

@@ -122,7 +122,29 @@ BUDGET = {
 TWO_RANKS["max_tokens"] = BUDGET
 TWO_RANKS["max_tokens, coded"] = {**BUDGET, "search": False, "max_tokens": 24}
 TWO_RANKS["max_tokens that Lightning would divide"] = {**BUDGET, "trainer": {}}
+BY_LAYERS = {"auto_wrap_policy": "linear layers"}
+FSDP = {
+    "fsdp": BY_LAYERS,
+    "fsdp, one flat parameter": {"use_orig_params": False},
+    "fsdp, flat parameters": {**BY_LAYERS, "use_orig_params": False},
+    "fsdp, SHARD_GRAD_OP": {**BY_LAYERS, "sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp, NO_SHARD": {
+        **BY_LAYERS,
+        "sharding_strategy": "NO_SHARD",
+        "use_orig_params": False,
+    },
+}
+TWO_RANKS["fsdp budgets"] = {"strategy": "fsdp", "budgets": [400, 300], "fsdp": BY_LAYERS}
+for name, options in FSDP.items():
+    case = {"strategy": "fsdp", "fsdp": options, **UP_TO_24}
+    TWO_RANKS[name] = {**case, "trainer": ACCUMULATES}
+    TWO_RANKS[f"{name}, found before"] = {**case, "find": True, "trainer": VALIDATES}
+TWO_RANKS["workers, fsdp"] = {"strategy": "workers, fsdp", "fsdp": BY_LAYERS, **UP_TO_24}
 if SHARDS_HERE:
+    for name in ("fsdp2", "fsdp2 by name", "workers, fsdp2"):
+        case = {"strategy": name, **UP_TO_24}
+        TWO_RANKS[f"{name}, found before"] = {**case, "find": True, "trainer": VALIDATES}
+    TWO_RANKS["fsdp2 by name"] = {"strategy": "fsdp2 by name", **UP_TO_24}
     TWO_RANKS["fsdp2 budgets"] = {"strategy": "fsdp2", "budgets": [400, 300]}
     TWO_RANKS["fsdp2"] = {"strategy": "fsdp2", "trainer": ACCUMULATES, **UP_TO_24}
 THREE_RANKS = {"three budgets": {"budgets": [400, 200, 300]}}
@@ -164,7 +186,7 @@ def same_plan(of_ranks):
 def test_the_rank_with_the_least_memory_decides(seen, case):
     plan = same_plan(seen[case])
     least = min(ALL[case]["budgets"])
-    is_collective = case in ("collectives", "fsdp2 budgets")
+    is_collective = case in ("collectives", "fsdp budgets", "fsdp2 budgets")
     # The chosen size is such a share of the size that fills the limit, which is 0.95 of the budget.
     least_share, most_share = (0.82, 0.85) if is_collective else (0.90, 0.97)
     assert (plan["limited_by"], plan["limit_bytes"]) == ("memory", int(0.95 * least * MIB))
@@ -263,6 +285,13 @@ def test_training_is_that_with_the_size_hard_coded(seen, case):
         assert [one[name] for one in seen[case]] == [one[name] for one in seen[f"{case}, coded"]]
     # The ranks have different samples.
     assert len({one["batches"] for one in seen[case]}) == len(seen[case])
+    assert [one["not_restored"] for one in seen[case]] == [[]] * len(seen[case])
+
+
+def test_the_parameters_of_a_plan_are_those_of_the_first_shard(seen):
+    # The only parameter is a half of 193 values, and of one that fills the last shard.
+    assert same_plan(seen["fsdp, one flat parameter"])["parameters"] == "97 in 1 tensors"
+    assert same_plan(seen["fsdp"])["parameters"] == "97 in 6 tensors"
 
 
 @pytest.mark.parametrize("hook", ["loader", "own class", "made at first"])

@@ -792,3 +792,28 @@ def test_a_gradient_that_others_refer_to_stays_the_same_object():
     kept.restore_or_warn()
     assert flat.tolist() == [1, 1, 1]
     assert module.value.weight.grad.data_ptr() == flat.data_ptr()
+
+
+def test_parts_of_a_parameter_are_restored_and_need_no_room_of_their_own():
+    module = Module(None)
+    module.weight = nn.Parameter(torch.ones(LARGEST_COPIED_BYTES // 4 + 2))
+    # FSDP1 with use_orig_params=False leaves such parts of a flat parameter in the modules.
+    module.value = list(module.weight.split(len(module.weight) // 2))
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="is a view and its base"):
+        _ = module.value[0].is_leaf
+    kept = ProjectSnapshot(module)
+    with torch.no_grad():
+        module.weight.add_(1)
+    kept.restore_or_warn()
+    assert kept.not_restorable == []
+    assert [float(part.detach().max()) for part in module.value] == [2, 2]
+
+
+def test_annotations_are_no_objects_of_the_project():
+    module = Module({"annotation": dict[str, int], "either": int | None, "other": [1]})
+    kept = ProjectSnapshot(module)
+    module.value["other"].append(2)
+    kept.restore_or_warn()
+    assert (module.value["other"], kept.not_restorable) == ([1], [])
