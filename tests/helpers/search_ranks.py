@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import nn
@@ -46,6 +46,8 @@ class Net(LightningModule):
         self.layers = nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
         )
+        if case.get("thaws") == "later":
+            self.layers[0].requires_grad_(False)
 
     def configure_model(self):
         if "fsdp2" in self.case.get("strategy", ""):
@@ -53,6 +55,10 @@ class Net(LightningModule):
 
             for layer in (self.layers[0], self.layers[3], self.layers):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_epoch_start(self):
+        if self.case.get("thaws") == "later" and self.current_epoch == 1:
+            thaw(self.trainer, self)
 
     def fail(self, where):
         fails = self.case.get("fails", {})
@@ -82,6 +88,8 @@ class Net(LightningModule):
 
     def use_memory(self, size):
         self.size = size
+        if "thaws" in self.case and self.layers[0].weight.requires_grad:
+            size = 2 * size
         is_small = self.case.get("varies") == self.global_rank and next(_steps) % 2
         for device in _devices:
             device.use((100 + (size // 2 if is_small else size)) * MIB)
@@ -103,6 +111,22 @@ class Net(LightningModule):
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Thaws(BaseFinetuning):
+    """Unfreezes the first layer in the second epoch, in which a sample takes twice as much."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.layers[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.make_trainable(pl_module.layers[0])
+
+
+def thaw(trainer, module):
+    """Unfreeze what the case freezes in a hook of the user."""
+    module.layers[0].requires_grad_(True)
 
 
 class OwnLoader(DataLoader):
@@ -260,6 +284,8 @@ def _run_case(case, directory, ranks):
         _devices[0].is_host = case.get("is_shared", False)
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
+    if case.get("thaws") == "later":
+        options["later"] = thaw
     # Only the first rank can read the file of the plan.
     if case.get("reuses"):
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
@@ -269,6 +295,8 @@ def _run_case(case, directory, ranks):
     recorder = Recorder()
     searches_in_fit = case.get("search", True) and "find" not in case
     callbacks = [recorder, finder] if searches_in_fit else [recorder]
+    if case.get("thaws") == "callback":
+        callbacks.append(Thaws())
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
     trainer = quiet_trainer(
