@@ -5,6 +5,7 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +29,9 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.search.program import Steps
 from lightning_batchmem.search.ranks import CollectiveFoundError
 
@@ -67,6 +70,8 @@ class _StageSteps(Steps):
     # The batch of the next step, with the index of its loader. It is taken out by the step, which
     # then holds the only reference.
     _next_batch: list[tuple[Any, int]] = field(default_factory=list)
+    # The number of this batch in its loader.
+    _index: int = 0
 
     @property
     def sample_bytes(self) -> int:
@@ -93,6 +98,11 @@ class _StageSteps(Steps):
         return last_size if last_size > 1 else min(batch_size, max(2, batch_size // 2))
 
     def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
+        in_epoch = self.batches_in_epoch(batch_size)
+        self._index = index // self.batches.loaders_in_turn
+        if 1 <= in_epoch < math.inf:
+            # A project may look up values by the index of the batch.
+            self._index %= int(in_epoch)
         make = self.batches.other_lengths if other_lengths else self.batches.batch
         self._make_again = partial(make, batch_size, index)
         try:
@@ -234,12 +244,18 @@ class EvaluationSteps(_StageSteps):
             call_module_hook(trainer, hook)
         connector.reset_results()
 
+    @property
+    def kept_bytes(self) -> int:
+        # A prediction is returned with those of all batches, on the host.
+        outputs = vars(self.loop).get("_predictions", [])
+        return value_or_none("The size of a prediction", _tensor_bytes, outputs) or 0
+
     def run(self) -> None:
         def step(loop: Any) -> None:
             batch, loader_index = self._next_batch.pop()
             # A prediction collects its outputs in these lists, for its return value.
             loop._predictions = [[] for _ in self.loaders.sized]
-            getattr(loop, f"_{self._kind}_step")(batch, 0, loader_index, None)
+            getattr(loop, f"_{self._kind}_step")(batch, self._index, loader_index, None)
 
         self._without_gradients(step)
 
@@ -251,3 +267,7 @@ class EvaluationSteps(_StageSteps):
     def _without_gradients(self, call: Callable[[Any], None]) -> None:
         no_grad_context = lightning_name(self.loop, "loops.utilities._no_grad_context")
         no_grad_context(call)(self.loop)
+
+
+def _tensor_bytes(outputs: Any) -> int:
+    return bytes_of(tensors_in(outputs))

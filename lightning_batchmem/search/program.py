@@ -49,6 +49,11 @@ class Steps:
         """
         return 0
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on the host that are kept of what the last step has returned."""
+        return 0
+
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one call of ``run``: samples, or items in a budget."""
         return batch_size

@@ -1,9 +1,12 @@
 """Trainings whose steps keep more and more: what a plan says of them, and when it is verified."""
 
 import pytest
+import torch
 
+from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.plan import Plan
-from tests.helpers.lawful import MIB, Lawful, found_size
+from lightning_batchmem.plan.records import Growth
+from tests.helpers.lawful import MIB, Lawful, found_size, loader
 
 FIXED = 99 * MIB
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -83,3 +86,33 @@ def test_steps_that_keep_nothing_have_no_growth(search, device):
     plan = search(Keeping(device, 0), max_steps=1)
     assert plan.batch_size == FOUND
     assert plan.trials[-1].growth is None
+
+
+class Predicts(Lawful):
+    """Returns 64 KiB for each sample."""
+
+    def predict_step(self, batch, batch_idx):
+        self.use(FIXED // MIB + len(batch[0]))
+        self.indices.append(batch_idx)
+        return torch.zeros(len(batch[0]), 2**14)
+
+    def predict_dataloader(self):
+        return loader(self.batch_size, 1000)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
+    device.as_host()
+    finder = BatchFinder(max_batch_size=16)
+    module = Predicts(device, lambda count: count * MIB)
+    # A list of the search is not the list of the module.
+    indices = module.indices = []
+    trainer = fit(module, finder, device, max_epochs=0)
+    trainer.predict(module, return_predictions=returns)
+    (rehearsal,) = [trial for trial in finder.plan.trials if trial.kind == "rehearsal"]
+    sentence = "Equal steps need 1.0 MiB more each time: about "
+    assert any(note.startswith(sentence) for note in finder.plan.notes) == returns
+    if returns:
+        assert rehearsal.growth == Growth(2**20, 63, has_predictions=True)
+        assert "and the prediction has 63. Pass return_predictions=False" in finder.plan.notes[0]
+    assert indices == list(range(63))

@@ -291,3 +291,21 @@ def test_steady_steps_use_batches_of_other_lengths(search, device):
     # A probe uses only the longest samples.
     assert set(lengths[probe]) == {4}
     assert len(set(lengths[rehearsal])) > 1
+
+
+class Indexed(Evaluated):
+    """Notes the indices of the batches of its validation, which has two of each size."""
+
+    def __init__(self, device_memory, note):
+        super().__init__(device_memory, samples=4)
+        self.note = lambda *values: note(values)
+
+    def validation_step(self, batch, batch_idx):
+        self.note(len(batch[0]), batch_idx)
+        return super().validation_step(batch, batch_idx)
+
+
+def test_batches_of_a_validation_have_their_own_indices(search, device):
+    seen = []
+    search(Indexed(device, seen.append), options={"max_batch_size": 2}, max_steps=1)
+    assert {index for size, index in seen} == {0, 1}
