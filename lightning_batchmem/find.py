@@ -41,6 +41,8 @@ def _only_with_trainer(find: Callable[_Arguments, Plan]) -> Callable[_Arguments,
     def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> Plan:
         first = [*arguments, keywords.get("trainer")][0]
         if not isinstance(first, in_every_package("trainer.Trainer")):
+            if isinstance(first, Module):
+                raise ValueError("find_batch_size takes the Trainer first, and then the module")
             raise ValueError(
                 f"trainer must be a Trainer, got {first!r:.80}. For a loop without a Trainer call"
                 " find_batch_size_of_loop(step, make_batch, model=..., optimizer=...)."
@@ -88,6 +90,9 @@ def find_batch_size(
         >>> plan = find_batch_size(trainer, model, memory_limit=0.9)  # doctest: +SKIP
         >>> model.batch_size = plan.batch_size  # doctest: +SKIP
     """
+    # A compiled model wraps the module.
+    if not isinstance(getattr(model, "_orig_mod", model), in_every_package("core.LightningModule")):
+        raise ValueError(f"model must be a LightningModule, got {model!r:.80}")
     finder = SearchOnly(**options)
     return finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
 

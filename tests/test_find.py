@@ -259,3 +259,11 @@ def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
     # The copy has a weight and a bias of four bytes each.
     less = ["left 0.000 MiB of the limit free" in " ".join(plan.notes) for plan in plans]
     assert less == [False, True]
+
+
+def test_what_is_no_trainer_or_no_module_is_named():
+    module = Lawful(None, law)
+    with pytest.raises(ValueError, match="takes the Trainer first, and then the module"):
+        find_batch_size(module, quiet_trainer())
+    with pytest.raises(ValueError, match=r"model must be a LightningModule, got <function"):
+        find_batch_size(quiet_trainer(), lambda: module)

@@ -108,8 +108,12 @@ class ProgramMaker:
             followed.project_size,
         )
         largest_size = min([self.options.largest_size, *(size for size, _ in bounds)])
-        enter = partial(state.enter, most_epochs(trainer, training.batches_in_epoch(largest_size)))
-        begin_stage = partial(self._begin_training, enter, loaders, validation_loaders)
+        unfreeze = partial(
+            state.unfreeze, most_epochs(trainer, training.batches_in_epoch(largest_size))
+        )
+        begin_stage = partial(
+            self._begin_training, unfreeze, state.prepare, loaders, validation_loaders
+        )
         program = TrainerProgram(
             clean_start,
             setting,
@@ -205,7 +209,8 @@ class ProgramMaker:
 
     def _begin_training(
         self,
-        enter: Callable[[], None],
+        unfreeze: Callable[[], None],
+        prepare: Callable[[], None],
         training: StageLoaders,
         validation: StageLoaders | None,
         batch_size: int,
@@ -218,6 +223,10 @@ class ProgramMaker:
             trainer.accumulate_grad_batches = 2
         configure_optimizers_again(trainer)
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
-        for hook in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+        for hook in ("on_fit_start", "on_train_start"):
             call_module_hook(trainer, hook)
-        enter()
+        # Lightning calls the hook of the callbacks before that of the module, which may read what
+        # they have unfrozen. What the user's function makes would be lost in this hook.
+        unfreeze()
+        call_module_hook(trainer, "on_train_epoch_start")
+        prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -65,17 +66,17 @@ class TrainingState:
         return (self._frozen_note,) if self._frozen_note else ()
 
     def prepare(self) -> None:
-        """Make the later state of the user before loaders are requested and samples are read."""
+        """Make the later state of the user: before loaders are requested, and before each trial."""
         if self._later is None or self._is_first:
             return
         try:
             self._later(self._trainer, self._trainer.lightning_module)
         except Exception as error:
-            add_note(error, "BatchFinder called the function that later= names.")
+            add_note(error, "BatchFinder called the function of later= with trainer and module.")
             raise
 
-    def enter(self, epochs: float) -> None:
-        """Make the state before the first step, once the optimizers exist.
+    def unfreeze(self, epochs: float) -> None:
+        """Unfreeze what callbacks unfreeze, once the optimizers exist.
 
         Args:
             epochs: the training has at most this many; ``inf`` if their number is unknown.
@@ -87,7 +88,6 @@ class TrainingState:
             self._unfreezing.run(callbacks, trainer.current_epoch)
         else:
             self._unfreezing.run_to_hungriest(callbacks, epochs)
-        self.prepare()
         if not callbacks and self._later is None:
             self._frozen_note = value_or_none("The optimizers", frozen_note, trainer) or ""
 
@@ -182,12 +182,25 @@ def later_function(later: object) -> Later | None:
     """
     if later is None:
         return None
-    named = object_named(later) if isinstance(later, str) else later
+    named = later
+    if isinstance(later, str):
+        try:
+            named = object_named(later)
+        except ValueError as error:
+            raise ValueError(f"later must name a function: {error}") from error
+    refusal = f"later must be a function of the trainer and the module, got {later!r:.80}"
     if not callable(named):
-        raise ValueError(
-            f"later must be a function of the trainer and the module, got {later!r:.80}"
-        )
+        raise ValueError(refusal)
     function: Later = named
+    try:
+        signature = inspect.signature(named)
+    # Some functions of C have no signature.
+    except (ValueError, TypeError):
+        return function
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{refusal}: {error}") from error
     return function
 
 

@@ -88,15 +88,18 @@ class Growth:
     def note(self, room_bytes: int) -> str:
         """A sentence for a plan whose rehearsal left this much room."""
         whole = "an epoch" if self.falls_at_epoch_end else "the training"
-        advice = "Keep loss.item() or loss.detach() instead of the loss, and no outputs that grow."
+        advice = " Keep loss.item() or loss.detach() instead of the loss, and no outputs that grow."
+        if self.falls_at_epoch_end:
+            # They are kept on purpose.
+            advice = ""
         if self.has_predictions:
             whole = "the prediction"
-            advice = "Pass return_predictions=False to predict."
+            advice = " Pass return_predictions=False to predict."
         number = f"{whole} has {self.batches:,}" if self.batches is not None else ""
         return (
             f"{GROWTH_NOTE} {mib(self.batch_bytes)} more each time: about"
             f" {max(0, room_bytes) // self.batch_bytes:,} steps fit"
-            f"{', and ' + number if number else ''}. {advice}"
+            f"{', and ' + number if number else ''}.{advice}"
         )
 
 

@@ -172,6 +172,7 @@ class SteadySteps:
             self._is_noted = self._note_steps()
             breakdown.forget()
             if self.modules is not None and self.modules.peak is not None:
+                self.modules.refuse("layers were unfrozen after the step that was measured")
                 self._to_measure.append(self.modules)
 
     def _note_steps(self) -> bool:

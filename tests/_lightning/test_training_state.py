@@ -137,6 +137,25 @@ def test_epochs_that_a_training_does_not_reach_are_not_asked(search, device):
     assert search(Frozen(device), callback, max_steps=10, limit_train_batches=2).batch_size < FOUND
 
 
+class ReadsInHook(Frozen):
+    """Asks in the hook at the begin of an epoch what is frozen."""
+
+    def on_train_epoch_start(self):
+        self.is_frozen = not self.backbone[0].weight.requires_grad
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.use(FIXED + len(x) * (1 if self.is_frozen else 3) * MIB)
+        return self.layer(self.backbone(x)).mean()
+
+
+def test_hooks_of_the_module_come_after_the_callback(search, device):
+    sizes = Sizes()
+    plan = search(ReadsInHook(device), InSteps(), sizes, **EPOCHS)
+    assert 0.8 * FOUND / 3 <= plan.batch_size <= FOUND / 3
+    assert sizes.seen == {plan.batch_size}
+
+
 class LogsToo(InSteps):
     def finetune_function(self, pl_module, epoch, optimizer):
         super().finetune_function(pl_module, epoch, optimizer)
@@ -246,7 +265,9 @@ def test_an_error_of_the_function_names_it(search, device):
 
     with pytest.raises(KeyError) as error:
         search(Images(device), options={"later": failing})
-    assert error.value.__notes__ == ["BatchFinder called the function that later= names."]
+    assert error.value.__notes__ == [
+        "BatchFinder called the function of later= with trainer and module."
+    ]
 
 
 def test_a_later_that_is_not_a_function_is_refused():
@@ -254,6 +275,12 @@ def test_a_later_that_is_not_a_function_is_refused():
         BatchFinder(later=10)
     with pytest.raises(ValueError, match=r"it has: .*last_resolution"):
         BatchFinder(later=f"{__name__}:resolution")
+
+
+@pytest.mark.parametrize("later", [lambda: None, "no_module", f"{__name__}:MIB"])
+def test_an_error_about_later_names_it(later):
+    with pytest.raises(ValueError, match=r"^later must "):
+        BatchFinder(later=later)
 
 
 def test_a_text_names_the_function():
