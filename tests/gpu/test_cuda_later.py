@@ -8,9 +8,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
+from tests.helpers.cuda_stub import is_cuda_stub
 from tests.helpers.lawful import quiet_trainer
 
-LIMIT = "320MiB"
+# The search leaves 5 % of it free. Shapes that change from epoch to epoch fragment memory.
+LIMIT_BYTES = 336 * 2**20
 WIDTH = 256
 LAYERS = 6
 EPOCHS = 4
@@ -178,7 +180,7 @@ def late(trainer, module):
 
 def searched(make, tmp_path, *callbacks, later=None, **arguments):
     """The plan of a search, and the training at its size, which may not run out of memory."""
-    finder = BatchFinder(memory_limit=LIMIT, min_steps_per_epoch=None, later=later)
+    finder = BatchFinder(min_steps_per_epoch=None, later=later)
     trainer = quiet_trainer(
         finder,
         *callbacks,
@@ -207,7 +209,6 @@ TRAININGS = {
 
 # BackboneFinetuning compares the values of parameters, which are all equal on the stub.
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     "name",
     [
@@ -215,7 +216,11 @@ TRAININGS = {
         for name in TRAININGS
     ],
 )
-def test_the_size_holds_and_is_that_of_the_last_state(name, tmp_path):
+def test_the_size_holds_and_is_that_of_the_last_state(request, name, tmp_path, limit_to):
+    if name == "tokens" and is_cuda_stub() and torch.cuda.get_device_capability() == (8, 0):
+        # Issue 61: epochs of fewer tokens leave memory in pieces, which no rehearsal shows.
+        request.node.add_marker(pytest.mark.xfail(strict=True, raises=torch.OutOfMemoryError))
+    limit_to(LIMIT_BYTES)
     kind, callback, arguments = TRAININGS[name]
     callbacks = [callback()] if callback is not None else []
     later = None if callbacks else late
@@ -234,8 +239,8 @@ class Adapted(Changing):
         self.backbone.requires_grad_(False)
 
 
-@pytest.mark.usefixtures("device")
-def test_a_frozen_base_is_not_thawed(tmp_path):
+def test_a_frozen_base_is_not_thawed(tmp_path, limit_to):
+    limit_to(LIMIT_BYTES)
     module = Adapted()
     plan = searched(module, tmp_path)
     assert not plan.chosen.state

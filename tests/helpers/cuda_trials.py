@@ -29,8 +29,8 @@ class Twice:
         restarted = TrialRunner._restarted
         before: dict[str, int] = {}
 
-        def noted(runner: TrialRunner, batch_size: int) -> Any:
-            meter = restarted(runner, batch_size)
+        def noted(runner: TrialRunner, *arguments: Any) -> Any:
+            meter = restarted(runner, *arguments)
             # The restart has released what an earlier trial left.
             before.update(counts())
             return meter
