@@ -212,7 +212,7 @@ TRAININGS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("three_steps", "tokens") else pytest.mark.slow)
+        pytest.param(name, marks=() if name in ("three_steps", "rollout") else pytest.mark.slow)
         for name in TRAININGS
     ],
 )
