@@ -66,7 +66,7 @@ class BatchFinder(Callback):
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
         policy: the numbers that steer a search; assign another one before ``fit``.
         options: the arguments that steer it, checked.
-        later: the function that makes the hungriest state of the training; ``None`` for none.
+        later: the function that makes the state that needs most memory; ``None`` for none.
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest

@@ -174,8 +174,10 @@ class TrainingSteps(_StageSteps):
         """Call the hook of the module at the end of an epoch, and reset what it has logged."""
         connector = logger_connector(self.trainer)
         connector.epoch_end_reached()
-        call_module_hook(self.trainer, "on_train_epoch_end")
-        connector.reset_results()
+        try:
+            call_module_hook(self.trainer, "on_train_epoch_end")
+        finally:
+            connector.reset_results()
 
     def _begin_epoch(self) -> None:
         """Count batches from 0 again."""
@@ -189,6 +191,7 @@ class EvaluationSteps(_StageSteps):
 
     def begin(self, batch_size: int) -> int:
         """Enter the evaluation with the module's hooks."""
+        self._has_ended = False
         self.batches.prepare(batch_size)
         if self.trainer.training:
             self.trainer.validating = True
@@ -214,10 +217,16 @@ class EvaluationSteps(_StageSteps):
         """Call the end hooks of a module with start hooks: they may swap its weights back."""
         trainer = self.trainer
         is_overridden = lightning_name(trainer, "utilities.model_helpers.is_overridden")
-        stage = self.loaders.stage.replace("val", "validation")
+        stage = self._stage
         starts = (f"on_{stage}_start", f"on_{stage}_epoch_start")
-        if not any(is_overridden(start, trainer.lightning_module) for start in starts):
-            return
+        has_starts = any(is_overridden(start, trainer.lightning_module) for start in starts)
+        if has_starts and not self._has_ended:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Call the end hooks of the module, which may need a whole epoch."""
+        self._has_ended = True
+        stage = self._stage
         try:
             self._without_gradients(lambda _: self._call_end_hooks(stage))
         # A user's hook may need a whole epoch and raise any exception after a few batches.
@@ -258,6 +267,11 @@ class EvaluationSteps(_StageSteps):
             getattr(loop, f"_{self._kind}_step")(batch, self._index, loader_index, None)
 
         self._without_gradients(step)
+
+    @property
+    def _stage(self) -> str:
+        """The word for the stage in the names of hooks."""
+        return self.loaders.stage.replace("val", "validation")
 
     @property
     def _kind(self) -> str:

@@ -72,7 +72,7 @@ class TrainerSearch:
         options: the arguments of BatchFinder.
         policy: the numbers that steer the search.
         ranks: the processes that search together.
-        later: a function of the user that makes the hungriest state of a training.
+        later: a function of the user that makes the state that needs most memory.
         is_simulated: whether the device is a simulated one. The size of the project is rehearsed
             there too.
     """
@@ -220,7 +220,8 @@ class TrainerSearch:
             found_plan=found.plan,
         )
         if at_start.plan.batch_size == size:
-            chosen = replace(found.plan.chosen, state=state_text)
+            is_verified = found.plan.verified and at_start.plan.verified
+            chosen = replace(found.plan.chosen, state=state_text, is_verified=is_verified)
             return replace(found, plan=replace(found.plan, chosen=chosen))
         note = (
             f"The state in which the training starts limits the size: {state_text},"

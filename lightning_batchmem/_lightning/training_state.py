@@ -21,7 +21,7 @@ Later = Callable[[Trainer, LightningModule], object]
 """A function of the user that makes a later state of the training."""
 
 MOST_EPOCHS = 1000
-"""Epochs for which finetuning callbacks are asked, at most."""
+"""The most epochs for which finetuning callbacks are called."""
 
 
 class TrainingState:
@@ -87,7 +87,7 @@ class TrainingState:
         if self._is_first:
             self._unfreezing.run(callbacks, trainer.current_epoch)
         else:
-            self._unfreezing.run_to_hungriest(callbacks, epochs)
+            self._unfreezing.run_to_most_trained(callbacks, epochs)
         if not callbacks and self._later is None:
             self._frozen_note = value_or_none("The optimizers", frozen_note, trainer) or ""
 
@@ -108,7 +108,7 @@ class Unfreezing:
         self.names: list[str] = []
         self._trainer = trainer
         # The first epoch in which most bytes are trained; None until it is known.
-        self._hungriest: int | None = None
+        self._most_trained: int | None = None
         # The epoch in which the callback at a position has failed. What it did before stays.
         self._failed: dict[int, int] = {}
 
@@ -118,7 +118,7 @@ class Unfreezing:
             for position, callback in enumerate(callbacks):
                 self._call(position, callback, epoch)
 
-    def run_to_hungriest(self, callbacks: Sequence[Any], epochs: float) -> None:
+    def run_to_most_trained(self, callbacks: Sequence[Any], epochs: float) -> None:
         """Let them unfreeze up to the epoch in which most bytes are trained.
 
         The first call finds this epoch, and may end in the state of a later one.
@@ -127,15 +127,16 @@ class Unfreezing:
             callbacks: the callbacks.
             epochs: epochs of the training, at most.
         """
-        if self._hungriest is not None:
-            self.run(callbacks, self._hungriest)
+        if self._most_trained is not None:
+            self.run(callbacks, self._most_trained)
             return
         trainer = self._trainer
-        self._hungriest = trainer.current_epoch
-        self.run(callbacks, self._hungriest)
+        self._most_trained = trainer.current_epoch
+        self.run(callbacks, self._most_trained)
         trained_bytes = _trained_bytes(trainer)
         most_bytes = trained_bytes
-        for epoch in range(self._hungriest + 1, int(min(epochs, MOST_EPOCHS)) if callbacks else 0):
+        num_epochs = int(min(epochs, MOST_EPOCHS)) if callbacks else 0
+        for epoch in range(self._most_trained + 1, num_epochs):
             for position, callback in enumerate(callbacks):
                 before_bytes = trained_bytes
                 self._call(position, callback, epoch)
@@ -145,7 +146,7 @@ class Unfreezing:
                     self.names.append(name)
             if trained_bytes > most_bytes:
                 most_bytes = trained_bytes
-                self._hungriest = epoch
+                self._most_trained = epoch
                 self.is_later = True
 
     def _call(self, position: int, callback: Any, epoch: int) -> None:

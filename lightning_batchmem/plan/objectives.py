@@ -1,7 +1,7 @@
 """What a search looks for: the largest size that fits, or the fastest one.
 
-An objective chooses the probes, the rehearsals and the size in the end. :func:`.decide` asks it,
-and knows no objective itself.
+An objective chooses the probes, the rehearsals and the size in the end. :func:`.decide` calls it,
+and has no rule of an objective itself.
 """
 
 from __future__ import annotations

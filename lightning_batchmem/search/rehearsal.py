@@ -65,7 +65,7 @@ def rehearse(
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):
             batches = program.batches_in_training(batch_size)
-            _measure_growth(meter, consecutive, batches)
+            _measure_growth(meter, consecutive, batches, on_any_rank)
         if meter.device.is_host and primary.kept_bytes:
             batches = consecutive.batches_in_epoch()
             number = int(batches) if math.isfinite(batches) else None
@@ -80,27 +80,35 @@ def rehearse(
                 in_epoch = program.batches_in_epoch(batch_size)
                 epochs = program.batches_in_training(batch_size) / max(1.0, in_epoch)
                 batches = consecutive.batches_in_epoch() * max(1.0, epochs)
-                _measure_growth(meter, consecutive, batches)
+                _measure_growth(meter, consecutive, batches, on_any_rank)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
         # No epoch follows that of an evaluation.
         _run(meter, primary, batch_size, 1)
 
 
-def _measure_growth(meter: TrialMeter, consecutive: ConsecutiveSteps, batches: float) -> None:
+def _measure_growth(
+    meter: TrialMeter,
+    consecutive: ConsecutiveSteps,
+    batches: float,
+    on_any_rank: Callable[[bool], bool],
+) -> None:
     """Measure what equal steps keep, and whether the end of an epoch frees it.
 
     Args:
         meter: reads the steps.
         consecutive: the steps.
         batches: batches over which it adds up, unless the end of an epoch frees it.
+        on_any_rank: as in :func:`rehearse`: hooks at the end of an epoch may need all ranks.
     """
     readings = consecutive.run_equal(GROWTH_STEPS)
     step_bytes = growth_bytes(readings)
     end_bytes = readings[-1].end_bytes
-    if step_bytes == 0 or end_bytes is None:
+    if not on_any_rank(step_bytes > 0):
         return
     value_or_none("Memory after the end of an epoch", consecutive.end_epoch)
+    if step_bytes == 0 or end_bytes is None:
+        return
     freed_bytes = end_bytes - (meter.end_bytes() or 0)
     # Most of what these steps have kept, at least.
     falls = 2 * freed_bytes > GROWTH_STEPS * step_bytes

@@ -119,7 +119,7 @@ class Logs(Frozen):
 
 
 @pytest.mark.parametrize(("first", "bytes_of_a_sample"), [(1, 1), (3, 3)])
-def test_a_callback_that_cannot_be_asked_before_the_training_is_a_warning(
+def test_a_callback_that_cannot_be_called_before_the_training_is_a_warning(
     search, device, first, bytes_of_a_sample
 ):
     sizes = Sizes()
@@ -129,7 +129,7 @@ def test_a_callback_that_cannot_be_asked_before_the_training_is_a_warning(
     assert sizes.seen == {plan.batch_size}
 
 
-def test_epochs_that_a_training_does_not_reach_are_not_asked(search, device):
+def test_epochs_that_a_training_does_not_reach_do_not_count(search, device):
     callback = BackboneFinetuning(unfreeze_backbone_at_epoch=4)
     # At the largest size that the data allow, an epoch has one batch.
     plan = search(Frozen(device), callback, max_steps=4, limit_train_batches=2)
@@ -138,7 +138,7 @@ def test_epochs_that_a_training_does_not_reach_are_not_asked(search, device):
 
 
 class ReadsInHook(Frozen):
-    """Asks in the hook at the begin of an epoch what is frozen."""
+    """Reads in the hook at the begin of an epoch what is frozen."""
 
     def on_train_epoch_start(self):
         self.is_frozen = not self.backbone[0].weight.requires_grad

@@ -239,7 +239,7 @@ class Adapted(Changing):
         self.backbone.requires_grad_(False)
 
 
-def test_a_frozen_base_is_not_thawed(tmp_path, limit_to):
+def test_a_frozen_base_stays_frozen(tmp_path, limit_to):
     limit_to(LIMIT_BYTES)
     module = Adapted()
     plan = searched(module, tmp_path)

@@ -46,7 +46,7 @@ class Net(LightningModule):
         self.layers = nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
         )
-        if case.get("thaws") == "later":
+        if case.get("unfreezes") == "later":
             self.layers[0].requires_grad_(False)
 
     def configure_model(self):
@@ -57,8 +57,8 @@ class Net(LightningModule):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def on_train_epoch_start(self):
-        if self.case.get("thaws") == "later" and self.current_epoch == 1:
-            thaw(self.trainer, self)
+        if self.case.get("unfreezes") == "later" and self.current_epoch == 1:
+            unfreeze(self.trainer, self)
 
     def fail(self, where):
         fails = self.case.get("fails", {})
@@ -88,7 +88,7 @@ class Net(LightningModule):
 
     def use_memory(self, size):
         self.size = size
-        if "thaws" in self.case and self.layers[0].weight.requires_grad:
+        if "unfreezes" in self.case and self.layers[0].weight.requires_grad:
             size = 2 * size
         is_small = self.case.get("varies") == self.global_rank and next(_steps) % 2
         for device in _devices:
@@ -113,7 +113,7 @@ class Net(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class Thaws(BaseFinetuning):
+class Unfreezes(BaseFinetuning):
     """Unfreezes the first layer in the second epoch, in which a sample takes twice as much."""
 
     def freeze_before_training(self, pl_module):
@@ -124,7 +124,7 @@ class Thaws(BaseFinetuning):
             self.make_trainable(pl_module.layers[0])
 
 
-def thaw(trainer, module):
+def unfreeze(trainer, module):
     """Unfreeze what the case freezes in a hook of the user."""
     module.layers[0].requires_grad_(True)
 
@@ -284,8 +284,8 @@ def _run_case(case, directory, ranks):
         _devices[0].is_host = case.get("is_shared", False)
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
-    if case.get("thaws") == "later":
-        options["later"] = thaw
+    if case.get("unfreezes") == "later":
+        options["later"] = unfreeze
     # Only the first rank can read the file of the plan.
     if case.get("reuses"):
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")
@@ -295,8 +295,8 @@ def _run_case(case, directory, ranks):
     recorder = Recorder()
     searches_in_fit = case.get("search", True) and "find" not in case
     callbacks = [recorder, finder] if searches_in_fit else [recorder]
-    if case.get("thaws") == "callback":
-        callbacks.append(Thaws())
+    if case.get("unfreezes") == "callback":
+        callbacks.append(Unfreezes())
     if case.get("saves"):
         callbacks.append(ModelCheckpoint(directory, "last", every_n_train_steps=2))
     trainer = quiet_trainer(

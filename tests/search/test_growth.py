@@ -116,3 +116,28 @@ def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
         assert rehearsal.growth == Growth(2**20, 63, has_predictions=True)
         assert "and the prediction has 63. Pass return_predictions=False" in finder.plan.notes[0]
     assert indices == list(range(63))
+
+
+class KeepsInValidation(Keeping):
+    """Its validation keeps outputs, which the end of the validation frees."""
+
+    def validation_step(self, batch, batch_idx):
+        self.keep(sum(self.kept))
+        self.use(FIXED + len(batch[0]) * MIB)
+        self.kept.append(MIB)
+        self.keep(sum(self.kept))
+
+    def val_dataloader(self):
+        return loader(self.batch_size, 640)
+
+    def on_validation_epoch_end(self):
+        self.kept.clear()
+        self.keep(0)
+
+
+def test_what_the_end_of_a_validation_frees_counts_for_its_batches(search, device):
+    module = KeepsInValidation(device, 0)
+    plan = search(module, options={"max_batch_size": 64}, max_epochs=50, limit_train_batches=1)
+    growth = plan.trials[-1].growth
+    assert growth == Growth(MIB, 10, falls_at_epoch_end=True)
+    assert plan.verified

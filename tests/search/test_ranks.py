@@ -95,7 +95,7 @@ TWO_RANKS = {
     "shared memory of workers": {"is_shared": True, "strategy": "workers"},
     "validate": {"budgets": [300, 250], "entry": "validate", "trainer": VALIDATES},
     **{
-        f"thawed by {how}": {"thaws": how, "trainer": {"max_steps": -1, "max_epochs": 2}}
+        f"unfrozen by {how}": {"unfreezes": how, "trainer": {"max_steps": -1, "max_epochs": 2}}
         for how in ("callback", "later")
     },
     "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
@@ -171,7 +171,7 @@ def seen(launch):
 
 @pytest.mark.parametrize("how", ["callback", "later"])
 def test_a_size_for_a_later_state_is_one_on_all_ranks(seen, how):
-    plan = same_plan(seen[f"thawed by {how}"])
+    plan = same_plan(seen[f"unfrozen by {how}"])
     filling = (plan["limit_bytes"] / MIB - 100) / 2
     assert 0.9 < plan["batch_size"] / filling <= 0.97
     assert plan["verified"]
