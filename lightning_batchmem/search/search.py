@@ -113,6 +113,7 @@ class BatchSizeSearch:
                     chosen = None
             if why_not and found_plan is None:
                 notes.append(earlier_plan_not_used(why_not))
+        is_confirmed = chosen is not None and found_plan is not None
         if chosen is None:
             chosen = self._search()
         of_limit = self._room.notes
@@ -122,7 +123,10 @@ class BatchSizeSearch:
         limits = self._limits
         if also_size is not None and also_size <= limits.max_batch_size:
             self._rehearse_too(also_size)
-        chosen, of_growth = self._with_growth(chosen)
+        of_growth: list[str] = []
+        # What grows was measured in that other state, which needs most: a bank is full there.
+        if not is_confirmed:
+            chosen, of_growth = self._with_growth(chosen)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
