@@ -97,7 +97,13 @@ class ProgramMaker:
         evaluation = self._validation_steps(validation, clean_start)
         if not all(self.ranks.exchange(evaluation is not None)):
             evaluation = None
-        training = TrainingSteps(trainer, trainer.fit_loop.epoch_loop, loaders, batches)
+        training = TrainingSteps(
+            trainer,
+            trainer.fit_loop.epoch_loop,
+            loaders,
+            batches,
+            hook_of_epoch=state.begin_epoch,
+        )
         validation_loaders = None if evaluation is None else evaluation.loaders
         bounds = training_bounds(
             trainer,

@@ -117,8 +117,15 @@ class _StageSteps(Steps):
             results.batch = None
 
 
+@dataclass(eq=False)
 class TrainingSteps(_StageSteps):
-    """The user's training step; under gradient accumulation, each step is a micro batch."""
+    """The user's training step; under gradient accumulation, each step is a micro batch.
+
+    Args:
+        hook_of_epoch: calls what comes before the first batch of another epoch.
+    """
+
+    hook_of_epoch: Callable[[], None] = field(kw_only=True)
 
     first_phase = "forward"
 
@@ -180,7 +187,10 @@ class TrainingSteps(_StageSteps):
             connector.reset_results()
 
     def _begin_epoch(self) -> None:
-        """Count batches from 0 again."""
+        """Count batches from 0 again, as in another epoch."""
+        # The first epoch has begun with the restart of the program.
+        if self.loop.batch_progress.current.ready > 0:
+            self.hook_of_epoch()
         self.loop.batch_progress = type(self.loop.batch_progress)()
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package
-from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem._lightning.trainer_state import call_module_hook, callbacks_of
 from lightning_batchmem.devices.foreign_values import add_note, error_text, value_or_none
 from lightning_batchmem.plan.options import object_named
 
@@ -74,6 +74,14 @@ class TrainingState:
         except Exception as error:
             add_note(error, "BatchFinder called the function of later= with trainer and module.")
             raise
+
+    def begin_epoch(self) -> None:
+        """Call the hook of the module at the begin of another epoch of a trial.
+
+        It would undo what the function of the user has made, so it is not called after that.
+        """
+        if self._later is None or self._is_first:
+            call_module_hook(self._trainer, "on_train_epoch_start")
 
     def unfreeze(self, epochs: float) -> None:
         """Unfreeze what callbacks unfreeze, once the optimizers exist.

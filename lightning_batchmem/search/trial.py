@@ -114,8 +114,11 @@ class TrialRunner:
             meter = self._restarted(batch_size, before_step=lambda: None)
             try:
                 alone = self._program.without_synchronization()
-                with alone, detector, ConsecutiveSteps(meter, steps, batch_size) as consecutive:
-                    consecutive.run(1)
+                with alone, detector:
+                    for _ in range(2):
+                        # A hook comes before the first step of a second epoch.
+                        with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
+                            consecutive.run(1)
             # Out of memory has many types, and the first probe reports it.
             except Exception as error:
                 if not detector.found and not is_out_of_memory(error):

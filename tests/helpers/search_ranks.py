@@ -57,6 +57,8 @@ class Net(LightningModule):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def on_train_epoch_start(self):
+        if self.case.get("collectives_of_epoch"):
+            torch.distributed.all_reduce(torch.zeros(1))
         if self.case.get("unfreezes") == "later" and self.current_epoch == 1:
             unfreeze(self.trainer, self)
 

@@ -74,6 +74,7 @@ TWO_RANKS = {
     "error in the checks before it": fails("ValueError", "check", 0),
     "exchanges": {"exchanges": True, "trainer": VALIDATES, **fails(OUT, "forward", 51)},
     "collectives": {"budgets": [400, 300], "collectives": True, "varies": 0},
+    "collectives of an epoch": {"collectives_of_epoch": True, "varies": 0},
     "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear"}},
     "saves": {"budgets": [300, 250], "saves": True},
     "resumes": {"budgets": [300, 250], "resumes": True, "trainer": {"max_steps": 5}},
@@ -251,6 +252,11 @@ def test_exchanges_through_lightning_do_not_make_a_step_collective(seen):
 def test_ranks_take_as_many_collective_steps_when_only_one_repeats_them(seen):
     plan = same_plan(seen["collectives"])
     assert plan["trials"][-1]["full_steps"] > 20
+
+
+def test_a_hook_of_an_epoch_that_needs_all_ranks_makes_steps_collective(seen):
+    plan = same_plan(seen["collectives of an epoch"])
+    assert [trial["kind"] for trial in plan["trials"]].count("rehearsal") == 1
 
 
 def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):

@@ -108,7 +108,8 @@ def test_a_step_that_looks_for_collectives_is_no_step_of_a_trial(device):
     program = FakeProgram(device, law)
     runner = TrialRunner(program, device, Ranks(0, 1), SearchPolicy(), lambda: begun.append(1))
     assert not runner.calls_collectives(2)
-    assert (program.sizes, begun) == ([2], [])
+    # The steps of two epochs.
+    assert (program.sizes, begun) == ([2, 2], [])
 
 
 def test_a_step_that_runs_out_of_memory_is_an_outcome(search, device):
