@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import cast
 
 from lightning.pytorch import Trainer
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.loaders import StageLoaders
+from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.plan.options import (
     UNBOUNDED_MAX_BATCH_SIZE,
     UNBOUNDED_MAX_BUDGET,
@@ -31,6 +32,30 @@ def limited_batches(batches: float, limit_batches: int | float) -> float:
     if isinstance(limit_batches, int):
         return min(batches, limit_batches)
     return batches if math.isinf(batches) else int(batches * limit_batches)
+
+
+def reached_samples(trainer: Trainer, stage: str, largest_size: int, info: LoaderInfo) -> float:
+    """How many of the first samples of a loader a stage reads at any size up to the largest one.
+
+    It is ``inf`` where the order of the samples is random, or unknown.
+    """
+    loader = info.loader
+    # Under overfit_batches Lightning takes the samples in their order.
+    is_overfitting = getattr(trainer, "overfit_batches", 0) > 0
+    has_order = isinstance(loader.sampler, SequentialSampler) or (
+        is_overfitting and isinstance(loader.sampler, RandomSampler)
+    )
+    if loader.batch_size is None or not has_order:
+        return math.inf
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    size = info.size_at(largest_size)
+    if isinstance(limit, float):
+        reached = math.inf if info.samples is None else math.ceil(limit * info.samples)
+    else:
+        reached = limit * size
+    if stage == "train" and trainer.max_steps > 0:
+        reached = min(reached, trainer.max_steps * trainer.accumulate_grad_batches * size)
+    return max(1, reached * info.replicas)
 
 
 def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bound]:

@@ -9,7 +9,7 @@ from functools import partial
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
+from lightning_batchmem._lightning.bounds import reached_samples, stage_bounds, training_bounds
 from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.data_source import (
     attach_loaders,
@@ -211,6 +211,9 @@ class ProgramMaker:
             largest_size=self.options.largest_size,
             room_bytes=self.room.free_bytes(),
             restored=clean_start.restored,
+            reached=partial(
+                reached_samples, self.trainer, loaders.stage, self.options.largest_size
+            ),
         )
 
     def _begin_training(

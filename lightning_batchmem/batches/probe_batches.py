@@ -35,8 +35,9 @@ class ProbeBatches:
     Where the samples differ in size, the worst batches are made. Where a loader forms its own
     batches, some are read at each budget instead, and the worst of them are used. What is kept of
     all loaders takes at most a share of ``room_bytes``, the free memory of the process. Samples are
-    kept for batches of up to ``largest_size``. The state of the ``restored`` objects, by their ids,
-    is restored after the search, so they may change.
+    kept for batches of up to ``largest_size``, and only the first ones are read of a loader, as
+    many as ``reached`` returns for it. The state of the ``restored`` objects, by their ids, is
+    restored after the search, so they may change.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ProbeBatches:
         largest_size: int = UNBOUNDED_MAX_BATCH_SIZE,
         room_bytes: int | None = None,
         restored: Mapping[int, object] | None = None,
+        reached: Callable[[LoaderInfo], float] = lambda _: math.inf,
     ) -> None:
         policy = policy or ReadingPolicy()
         room = math.inf if room_bytes is None else room_bytes
@@ -60,7 +62,13 @@ class ProbeBatches:
                 self._of_loaders.append(read)
             else:
                 made = _LoaderBatches(
-                    info, worst_case, policy, largest_size, share_bytes, restored or {}
+                    info,
+                    worst_case,
+                    policy,
+                    largest_size,
+                    share_bytes,
+                    restored or {},
+                    reached(info),
                 )
                 self._of_loaders.append(made)
         # These are those of the rank that found the longest samples.
@@ -193,6 +201,7 @@ class _LoaderBatches:
         largest_size: int,
         share_bytes: float,
         restored: Mapping[int, object],
+        reached: float,
     ) -> None:
         self.info = info
         self._collate = copied_collate(info.loader.collate_fn, restored)
@@ -201,7 +210,8 @@ class _LoaderBatches:
             self._collate = FetchedCollate(info.loader, self._collate)
         # A random batch is hardly ever larger than the largest samples of many.
         is_random = isinstance(loader.sampler, RandomSampler)
-        may_be_complete = info.samples is not None and info.samples <= policy.max_sample_sizes
+        samples = math.inf if info.samples is None else info.samples
+        may_be_complete = min(samples, reached) <= policy.max_sample_sizes
         measure = SampleMeasure(
             self._collate,
             worst_case,
@@ -210,12 +220,15 @@ class _LoaderBatches:
             min(self.count(largest_size), policy.equal_sizes_quick),
             worst_case is None and (is_random or may_be_complete),
             share_bytes,
+            reached,
         )
         self.samples, sizes = read_samples(loader, measure)
         self.notes: list[str] = []
         self.choice = TypicalSamples(sizes)
         # The samples take these bytes in this process.
         self.held_bytes = sum(map(held_bytes, self.samples))
+        if sizes.left_out:
+            self.notes.append(sizes.left_out)
         if worst_case == "typical":
             return
         if sizes.is_ragged:

@@ -32,6 +32,8 @@ class SampleSizes:
     is_complete: bool = False
     # The time after which no more samples were read; None if no more of them were needed.
     scan_seconds: float | None = None
+    # A sentence about samples that could not be read; empty if all could.
+    left_out: str = ""
 
     @property
     def difference(self) -> str:

@@ -10,7 +10,7 @@ import multiprocessing
 import pickle
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from lightning_batchmem.batches.sample_bytes import (
 )
 from lightning_batchmem.batches.sample_sizes import SampleSizes
 from lightning_batchmem.batches.shared_memory import RestoredMemory
-from lightning_batchmem.devices.foreign_values import attributes_of
+from lightning_batchmem.devices.foreign_values import attributes_of, error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import WorstCase
@@ -48,6 +48,8 @@ from lightning_batchmem.plan.policy import ReadingPolicy
 # script again.
 # Source: torch/utils/data/dataloader.py, 2.5.1 to 2.14; multiprocessing/spawn.py.
 FATAL_WORKER_ERRORS = ("DataLoader worker (pid", "bootstrapping phase")
+
+_TIMED_OUT = "DataLoader timed out"
 
 
 class MeasuredSample(NamedTuple):
@@ -76,6 +78,8 @@ class SampleMeasure:
     needs_all_sizes: bool
     # The samples may hold these bytes in the process of the search.
     room_bytes: float
+    # A training reads no more than this many of the first samples; inf where their order is random.
+    reached: float = math.inf
     spread_count: int = 0
     smallest_size: float = math.inf
     largest_size: float = -math.inf
@@ -167,7 +171,7 @@ def _reader(
     policy = measure.policy
     arguments: dict[str, Any] = {"batch_size": 1, "num_workers": num_workers, "collate_fn": measure}
     if not isinstance(dataset, IterableDataset):
-        arguments["sampler"] = _indices(loader, policy.max_sample_sizes)
+        arguments["sampler"] = _indices(loader, policy.max_sample_sizes, measure.reached)
     if num_workers:
         arguments |= arguments_of_worker(loader, timeout_seconds=policy.sample_seconds)
     # The worker's seed must not be drawn from the generator of the process.
@@ -228,8 +232,8 @@ def arguments_of_worker(loader: DataLoader[Any], *, timeout_seconds: float) -> d
     }
 
 
-def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
-    """Up to ``most`` indices of samples in random order.
+def _indices(loader: DataLoader[Any], most: int, reached: float) -> list[Any]:
+    """Up to ``most`` indices of samples in random order, of the first ones that are ``reached``.
 
     They are spread over the whole data set, or are the first ones of the user's own sampler.
     Wherever the scan ends, it has read samples from everywhere, and no period of the data hides
@@ -240,7 +244,7 @@ def _indices(loader: DataLoader[Any], most: int) -> list[Any]:
     if loader.batch_size is None:
         indices = _indices_of_batches(loader, most)
     elif isinstance(loader.sampler, SequentialSampler | RandomSampler):
-        length = len(loader.sampler.data_source)
+        length = int(min(len(loader.sampler.data_source), reached))
         return generator.sample(range(length), min(most, length))
     else:
         with copied_sampler(loader.sampler, loader.dataset) as sampler:
@@ -265,8 +269,12 @@ def _indices_of_batches(loader: DataLoader[Any], most: int) -> list[Any]:
 
 
 def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
-    """Read until there are enough samples, the time has passed, or all samples were read."""
+    """Read until there are enough samples, the time has passed, or all samples were read.
+
+    Samples that raise an error are left out, unless no sample can be read.
+    """
     samples: list[Any] = []
+    errors: list[Exception] = []
     sample_bytes: list[int] = []
     sizes: list[float] = []
     spread_count = 0
@@ -275,7 +283,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     scan_seconds = None
     start = time.monotonic()
     try:
-        for num_read, measured in enumerate(reader, 1):
+        for num_read, measured in enumerate(_each_measured(reader, errors), 1):
             for sent in measured.samples:
                 # The sample takes the place of the one that was the largest until now.
                 del samples[spread_count:]
@@ -298,18 +306,62 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 break
             if num_read >= _enough(measure, seconds, is_ragged=is_ragged):
                 break
+            if not samples and len(errors) >= measure.policy.equal_sizes:
+                break
         else:
             is_complete = True
     except RuntimeError as error:
-        if not sizes or "DataLoader timed out" not in str(error):
+        if not sizes or _TIMED_OUT not in str(error):
             raise
         scan_seconds = time.monotonic() - start
     finally:
         # The reset ends the worker now. The traceback of an error would keep it.
         CombinedLoader(reader).reset()
+    if errors and not samples:
+        raise errors[0]
+    left_out = ""
+    if errors:
+        left_out = (
+            f"The search left out {len(errors):,} of {num_read:,} samples that could not be read:"
+            f" {_sample_error_text(errors[0])}"
+        )
     return samples, SampleSizes(
-        sizes, sample_bytes, spread_count, is_ragged, is_complete, scan_seconds
+        sizes, sample_bytes, spread_count, is_ragged, is_complete, scan_seconds, left_out
     )
+
+
+def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator[MeasuredSample]:
+    """Yield each sample; one that raises an error, which is added to ``errors``, has no size."""
+    iterator = iter(reader)
+    while True:
+        try:
+            measured = next(iterator)
+        except StopIteration:
+            return
+        # A data set may raise any error.
+        except Exception as error:
+            if _ends_reading(error):
+                raise
+            errors.append(error)
+            measured = MeasuredSample(None, 0, False, [])
+        yield measured
+
+
+def _ends_reading(error: Exception) -> bool:
+    """Whether no other sample can be read after this error."""
+    texts = (*FATAL_WORKER_ERRORS, _TIMED_OUT)
+    return is_out_of_memory(error) or any(text in str(error) for text in texts)
+
+
+def _sample_error_text(error: Exception) -> str:
+    """Return an error of a data set in one line, also where a worker has raised it.
+
+    Source: the text of `torch._utils.ExceptionWrapper`, 2.5.1 to 2.14, ends with the error itself.
+    """
+    text = str(error).strip()
+    if "in DataLoader worker process" not in text:
+        return error_text(error)
+    return text.splitlines()[-1]
 
 
 def _enough(measure: SampleMeasure, seconds: float, *, is_ragged: bool) -> int:

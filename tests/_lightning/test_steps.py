@@ -1,8 +1,11 @@
 """What a hook may rely on in the steps of a search: the same as in the steps of a training."""
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from tests.helpers.lawful import SAMPLES, Lawful, law
+from tests.helpers.samples import changed
 
 
 class CountsEpochs(Lawful):
@@ -67,3 +70,22 @@ def test_the_hook_does_not_undo_a_later_state(search, device):
     # Each step of a probe is in a new epoch.
     of_probes = {trial.batch_size for trial in plan.trials if trial.kind == "probe"}
     assert {epoch for size, epoch in steps if size in of_probes} == {9}
+
+
+class Downloaded(Lawful):
+    """Only the first hundred of a thousand samples are there."""
+
+    def train_dataloader(self):
+        def sample(index):
+            if index >= 100:
+                raise FileNotFoundError(f"no file {index}")
+            return (torch.zeros(1),)
+
+        return DataLoader(changed(sample, 1000), batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 0.1}, {"overfit_batches": 0.1}])
+def test_samples_outside_of_the_limits_are_not_read(search, device, limits):
+    plan = search(Downloaded(device, law), options={"max_batch_size": 50}, **limits)
+    assert plan.verified
+    assert not any("left out" in note for note in plan.notes)

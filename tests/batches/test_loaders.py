@@ -14,10 +14,11 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
 )
 
-from lightning_batchmem._lightning.bounds import stage_bounds, training_bounds
+from lightning_batchmem._lightning.bounds import reached_samples, stage_bounds, training_bounds
 from lightning_batchmem._lightning.data_source import stage_loaders
 from lightning_batchmem.batches.loaders import LoaderInfo, count_samples
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
@@ -96,6 +97,7 @@ def settings_of_trainer(**settings):
         "limit_train_batches": 1.0,
         "limit_val_batches": 1.0,
         "overfit_batches": 0.0,
+        "max_steps": -1,
         "val_check_interval": 1.0,
     }
     return SimpleNamespace(
@@ -117,6 +119,33 @@ def stage_at(stage, batch_size):
         loader = loader_of(samples, size, drop_last, kind)
         sized.append(LoaderInfo(loader, size, None if times is None else batch_size))
     return stage_of(*sized, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("of_trainer", "arguments", "reached", "reached_by_two_ranks"),
+    [
+        ({}, {}, 100, 100),
+        ({"limit_train_batches": 0.25}, {}, 25, 26),
+        ({"limit_train_batches": 0.25}, {"shuffle": True}, math.inf, math.inf),
+        ({"limit_train_batches": 0.25, "overfit_batches": 0.25}, {"shuffle": True}, 25, 26),
+        # There are at most 4 samples in a batch.
+        ({"limit_train_batches": 3}, {}, 12, 24),
+        ({"max_steps": 5, "accumulate_grad_batches": 2}, {}, 40, 80),
+        ({"limit_train_batches": 0.001}, {}, 1, 2),
+        (
+            {"limit_train_batches": 3},
+            {"sampler": SubsetRandomSampler(range(50))},
+            math.inf,
+            math.inf,
+        ),
+    ],
+)
+def test_the_samples_that_a_training_reaches(of_trainer, arguments, reached, reached_by_two_ranks):
+    loader = DataLoader(range(100), batch_size=2, **arguments)
+    trainer = settings_of_trainer(**of_trainer)
+    assert reached_samples(trainer, "train", 4, LoaderInfo(loader, 2, 2)) == reached
+    of_two_ranks = LoaderInfo(loader, 2, 2, replicas=2)
+    assert reached_samples(trainer, "train", 4, of_two_ranks) == reached_by_two_ranks
 
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")

@@ -120,6 +120,44 @@ def test_an_error_of_the_data_set_is_raised_as_it_is(caplog):
         assert caught.traceback[-1].name == "failing"
 
 
+def from_files(index):
+    if index >= 60:
+        raise FileNotFoundError(f"no file {index}")
+    return torch.zeros(4)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_sample_that_cannot_be_read_is_left_out_with_a_note(monkeypatch, method):
+    # Without a fork the samples are read in this process.
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: method)
+    made = batches(changed(from_files))
+    assert made.batch(80)[0].shape == (80, 4)
+    (note,) = made.notes
+    assert note.startswith(
+        "The search left out 40 of 100 samples that could not be read: FileNotFoundError: no file"
+    )
+
+
+def test_reading_ends_where_no_sample_can_be_read(monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    read_indices = []
+
+    def failing(index):
+        read_indices.append(index)
+        raise FileNotFoundError(f"no file {index}")
+
+    with pytest.raises(FileNotFoundError, match="no file"):
+        batches(changed(failing), policy=ReadingPolicy(equal_sizes=7))
+    assert len(read_indices) == 7
+
+
+def test_samples_that_are_not_reached_are_not_read():
+    loader = DataLoader(changed(from_files), batch_size=2)
+    measure = SampleMeasure(pad, None, ReadingPolicy(), 100, True, float("inf"), reached=60)
+    samples, sizes = read_samples(loader, measure)
+    assert (len(samples), sizes.left_out, sizes.is_complete) == (60, "", True)
+
+
 def test_an_empty_data_set_is_an_error():
     with pytest.raises(ValueError, match="the data set must have at least one sample, got none"):
         batches(Stream(iter(())))
