@@ -20,7 +20,7 @@ class ReadingPolicy:
     max_sample_sizes: int = 10_000
     """Samples whose size is measured, at most. Source: It bounds the time of a search."""
     equal_sizes: int = 64
-    """If this many samples have one size, assume that all have it; if none of this many can be read,
+    """If this many samples have one size, assume that all have it; if none of them can be read,
     that none can. Source: One long sample in 64 is missed in a third of the cases."""
     equal_sizes_quick: int = 512
     """The same while samples are read quickly. Source: As above, with fewer misses."""

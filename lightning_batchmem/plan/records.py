@@ -67,7 +67,7 @@ class Growth:
         batches: the batches over which they add up: those of the training, or of an epoch if memory
             falls at its end; ``None`` if their number is unknown.
         falls_at_epoch_end: whether memory falls at the end of an epoch.
-        has_predictions: whether Lightning keeps what the steps return.
+        has_predictions: whether it is what the steps return, which Lightning keeps on the host.
     """
 
     batch_bytes: int
@@ -88,16 +88,18 @@ class Growth:
     def note(self, room_bytes: int) -> str:
         """A sentence for a plan whose rehearsal left this much room."""
         whole = "an epoch" if self.falls_at_epoch_end else "the training"
+        place = ""
         advice = " Keep loss.item() or loss.detach() instead of the loss, and no outputs that grow."
         if self.falls_at_epoch_end:
             # They are kept on purpose.
             advice = ""
         if self.has_predictions:
             whole = "the prediction"
+            place = " of the CPU's memory"
             advice = " Pass return_predictions=False to predict."
         number = f"{whole} has {self.batches:,}" if self.batches is not None else ""
         return (
-            f"{GROWTH_NOTE} {mib(self.batch_bytes)} more each time: about"
+            f"{GROWTH_NOTE} {mib(self.batch_bytes)} more{place} each time: about"
             f" {max(0, room_bytes) // self.batch_bytes:,} steps fit"
             f"{', and ' + number if number else ''}.{advice}"
         )

@@ -27,7 +27,7 @@ class MemoryRoom:
         limit_share: the most of what a device provides that may be used, except for the host.
         ranks_on_host: processes that train on this machine.
         later_bytes: bytes that the training takes later, and no step of the search does.
-        host_memory: makes the memory of the host, which loader workers fill.
+        host_memory: makes the memory of the host, which loader workers and predictions fill.
     """
 
     device: DeviceMemory
@@ -62,6 +62,11 @@ class MemoryRoom:
     def usable_bytes(self) -> int:
         """The most of a device that a training may hold now, without ``memory_limit``."""
         return int(self.limit_share * self.provided_bytes()) - self.later_bytes
+
+    def free_host_bytes(self) -> int:
+        """Bytes of the host that this rank may take beyond those that it holds."""
+        host = self.host_memory()
+        return (host.available_bytes() - host.current().allocated_bytes) // self.ranks_on_host
 
     def is_exceeded_by_option(self) -> bool:
         """Whether ``memory_limit`` is more than a device can provide."""
@@ -145,8 +150,6 @@ def _largest_in_host_memory(program: Program, room: MemoryRoom, options: SearchO
     """The largest size whose batches in loader workers fit into the free memory of the host."""
     if program.worker_bytes(1) == 0:
         return options.largest_size
-    host = room.host_memory()
-    free_bytes = host.available_bytes() - host.current().allocated_bytes
-    room_bytes = free_bytes // room.ranks_on_host
+    room_bytes = room.free_host_bytes()
     sizes = range(1, options.largest_size + 1)
     return max(1, bisect_right(sizes, room_bytes, key=program.worker_bytes))

@@ -66,7 +66,7 @@ def rehearse(
         if on_any_rank(has_risen(counted or steady)):
             batches = program.batches_in_training(batch_size)
             _measure_growth(meter, consecutive, batches, on_any_rank)
-        if meter.device.is_host and primary.kept_bytes:
+        if primary.kept_bytes:
             batches = consecutive.batches_in_epoch()
             number = int(batches) if math.isfinite(batches) else None
             meter.keep_growth(Growth(primary.kept_bytes, number, has_predictions=True))

@@ -156,8 +156,12 @@ class BatchSizeSearch:
             growth = trial.growth
             if growth is None:
                 continue
-            if growth.total_bytes > GROWTH_SHARE * limit_bytes:
-                room_bytes = limit_bytes - trial.needed_bytes
+            room_bytes = limit_bytes - trial.needed_bytes
+            whole_bytes = limit_bytes
+            if growth.has_predictions and not self._limits.is_host:
+                # Lightning keeps predictions on the host.
+                whole_bytes = room_bytes = min(self._ranks.exchange(self._room.free_host_bytes()))
+            if growth.total_bytes > GROWTH_SHARE * whole_bytes:
                 is_verified = chosen.is_verified and growth.fits(room_bytes)
                 return replace(chosen, is_verified=is_verified), [growth.note(room_bytes)]
         return chosen, []

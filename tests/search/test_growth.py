@@ -110,7 +110,7 @@ def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
     trainer = fit(module, finder, device, max_epochs=0)
     trainer.predict(module, return_predictions=returns)
     (rehearsal,) = [trial for trial in finder.plan.trials if trial.kind == "rehearsal"]
-    sentence = "Equal steps need 1.0 MiB more each time: about "
+    sentence = "Equal steps need 1.0 MiB more of the CPU's memory each time: about "
     assert any(note.startswith(sentence) for note in finder.plan.notes) == returns
     if returns:
         assert rehearsal.growth == Growth(2**20, 63, has_predictions=True)
