@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.batch_samples import PlacedBatch
 from lightning_batchmem._lightning.trainer_state import (
     is_fast_dev_run,
     log_dir_of,
@@ -211,7 +212,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         """Begin a step."""
         if self._run is not None:
-            self._run.begin_step(pl_module, batch)
+            self._run.begin_step(pl_module, PlacedBatch(batch, batch_idx, dataloader_idx))
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
@@ -226,7 +227,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         """End a step, and log the training if it is due."""
         if self._run is not None:
-            self._run.end_step(trainer, batch)
+            self._run.end_step(trainer, PlacedBatch(batch, batch_idx, dataloader_idx))
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
@@ -242,7 +243,7 @@ class MemoryProfiler(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
         if self._run is not None:
-            self._run.begin_validation()
+            self._run.begin_validation(trainer)
         # The sanity check is before the training, so it is not recorded.
         elif trainer.state.fn != "fit":
             # The stage is "validate", "test" or "predict". mypy does not see that it is set here.

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
@@ -217,6 +217,14 @@ class Constant(Net):
         return self.layer(torch.ones(1, 4)).sum()
 
 
+class Stream(IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
 class GraphBatch:
     """Tensors of nodes and edges, which disagree about the samples."""
 
@@ -235,8 +243,9 @@ class GraphBatch:
     ("loader", "sizes"),
     [
         (DataLoader([1] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", "1"]),
-        # The loader gives the size of whole batches only, so that of the last one is unknown.
-        (DataLoader([0] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", ""]),
+        (DataLoader([0] * 5, batch_size=2, collate_fn=GraphBatch), ["2", "2", "1"]),
+        # The last batch of a stream may have fewer samples, and its tensors do not tell.
+        (DataLoader(Stream([0] * 5), batch_size=2, collate_fn=GraphBatch), ["2", "2", ""]),
         (DataLoader([["text"]] * 2, batch_size=None), ["", ""]),
     ],
 )

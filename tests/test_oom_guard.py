@@ -457,7 +457,7 @@ SEEN_IN_A_STEP = [
     (Returns, "training_step returns more than its loss"),
     (LogsMaximum, no_mean("largest")),
     (LogsMetric, no_mean("score")),
-    (Unequal, "the tensors of the batch have no common first dimension"),
+    (Unequal, "the first dimension of its tensors is not the number of its samples"),
     (HidesItsState, "its state cannot be read"),
 ]
 
@@ -466,6 +466,28 @@ def loader_for(kind: type[Failing], sizes: Sequence[int]) -> Any:
     if kind is not Unequal:
         return loader(sizes=sizes)
     return CombinedLoader([loader(1, sizes), loader(2, [1 + size for size in sizes])])
+
+
+class TimeFirst(Failing):
+    """The first dimension of its batches is not that of the samples."""
+
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        x, y = batch
+        return x.T, y.T[:, :1]
+
+
+def test_a_batch_is_not_split_along_another_dimension() -> None:
+    rows = torch.randn(20, 6, dtype=torch.float64)
+
+    def time_first(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+        x = torch.stack(samples, 1)
+        return x, x
+
+    loaders = DataLoader(rows, batch_size=10, collate_fn=time_first)  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(partial(TimeFirst, {0: "forward"}), OomGuard(), loaders=loaders)
+    reason = "the first dimension of its tensors is not the number of its samples"
+    assert notes_of(raised.value) == note(reason)
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric Mean was called before")

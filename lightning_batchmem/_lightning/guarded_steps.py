@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_batchmem._lightning.batch_samples import BatchSamples
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.parts_check import why_not_in_parts
@@ -65,6 +66,7 @@ class GuardedSteps:
         self.on_split = on_split
         self.on_refusal = on_refusal
         self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._samples = BatchSamples(trainer)
         self._owner = owner
         self._stateful = [
             (name or type(part).__name__, part)
@@ -79,6 +81,11 @@ class GuardedSteps:
     def detach(self) -> None:
         """Leave the steps to Lightning again."""
         vars(self.loop).pop("_make_closure", None)
+
+    def samples_in(self, batch: object, batch_idx: int) -> int | None:
+        """The samples of a batch, if they are the first dimension of all of its tensors."""
+        samples = splittable_samples(batch)
+        return samples if self._samples.may_have(samples, batch_idx) else None
 
     def read_state(self, batch: object) -> dict[str, Any] | None:
         """Numbers that differ after a change of what a repeated step would change again.
@@ -170,7 +177,9 @@ class _GuardedClosure:
                 self._is_logged |= num_parts == 1
             # Where the device is not CUDA, this only collects garbage.
             garbage_collection_cuda()
-            num_parts = min(2 * num_parts, splittable_samples(self._batch) or 1)
+            num_parts = min(
+                2 * num_parts, self._steps.samples_in(self._batch, self._batch_idx) or 1
+            )
             parts = value_or_none("A part of a batch", split, self._batch, num_parts)
             if not parts:
                 self._refuse("it cannot be copied")
@@ -231,7 +240,7 @@ class _GuardedClosure:
 
     def _why_not_again(self, place: str, num_parts: int) -> str | None:
         """Why a step that failed cannot run in more parts; None if it can."""
-        if num_parts == splittable_samples(self._batch):
+        if num_parts == self._steps.samples_in(self._batch, self._batch_idx):
             return "one sample does not fit"
         if has_number_of_samples(self._batch):
             return "the batch has its number of samples in it, which would be wrong in a part"
@@ -244,8 +253,8 @@ class _GuardedClosure:
 
     def _why_not_equal(self, extra: dict[str, Any]) -> str | None:
         """Why parts cannot equal the step that ran; None if they can."""
-        if splittable_samples(self._batch) is None:
-            return "the tensors of the batch have no common first dimension"
+        if self._steps.samples_in(self._batch, self._batch_idx) is None:
+            return "the first dimension of its tensors is not the number of its samples"
         after = self._steps.read_state(self._batch)
         if self._before is None or after is None:
             return "its state cannot be read"

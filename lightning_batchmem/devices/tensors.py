@@ -84,7 +84,8 @@ def _items(data: object) -> list[Any]:
 def samples_in(batch: object) -> int | None:
     """Return the number of graphs, or the common first dimension of the tensors.
 
-    It is None if the dimensions differ or there are none, or if the batch does not tell them.
+    If the dimensions differ, a list in the batch, such as one of images, counts with its length.
+    The number is None if these differ too, if there are none, or if the batch does not tell them.
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the
     guess (2.6.6).
     """
@@ -107,7 +108,13 @@ def _samples(batch: object) -> int | None:
         # The batches of PyTorch Geometric have this attribute.
         if isinstance(graphs := getattr(part, "num_graphs", None), int):
             return graphs
-    return common_size(tensors_in(batch))
+    tensors = tensors_in(batch)
+    samples = common_size(tensors)
+    if samples is None and tensors:
+        parts = [part for part in items_of(batch) if isinstance(part, (Tensor, list, tuple))]
+        lengths = {len(part) for part in parts if not isinstance(part, Tensor) or part.dim() > 0}
+        samples = lengths.pop() if len(lengths) == 1 else None
+    return samples
 
 
 def common_size(tensors: Iterable[Tensor]) -> int | None:

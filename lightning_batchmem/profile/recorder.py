@@ -13,10 +13,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.batch_samples import BatchSamples, PlacedBatch
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
-from lightning_batchmem.devices.tensors import samples_in
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
@@ -108,13 +108,24 @@ class BatchCounter:
     """Counts the samples and the items of batches; warns once where these are not known.
 
     Args:
+        trainer: the Trainer, in the stage of the run.
         items_fn: counts items in a batch; None to count none.
     """
 
-    def __init__(self, items_fn: Callable[[Any], float] | None) -> None:
+    def __init__(self, trainer: Trainer, items_fn: Callable[[Any], float] | None) -> None:
         self._items_fn = items_fn
+        self._of_run = BatchSamples(trainer)
+        # Those of the stage that runs now.
+        self._samples = self._of_run
         self._warned_of_size = False
         self._warned_of_items = False
+
+    def begin_validation(self, trainer: Trainer) -> None:
+        """Count the batches of a validation in the training."""
+        self._samples = BatchSamples(trainer)
+
+    def end_validation(self) -> None:
+        self._samples = self._of_run
 
     def items(self, batch: object) -> float | None:
         if self._items_fn is None:
@@ -129,29 +140,17 @@ class BatchCounter:
             )
         return items
 
-    def samples(self, batch: object, trainer: Trainer, stage: str) -> int | None:
-        samples = samples_in(batch)
-        if samples is not None:
-            return samples
-        if stage == "train":
-            size = value_or_none("The batch size of the training loader", _loader_size, trainer)
-            if size is not None:
-                # The last batch may be smaller.
-                return None if trainer.is_last_batch else size
-        if not self._warned_of_size:
+    def samples(self, placed: PlacedBatch) -> int | None:
+        samples = self._samples.in_batch(*placed)
+        # The last batch of a stream is not worth a warning.
+        if samples is None and not (self._samples.loaders_have_sizes or self._warned_of_size):
             self._warned_of_size = True
             rank_zero_warn(
-                f"MemoryProfiler cannot count the samples of a {stage} batch: its"
-                " tensors differ in their first dimension, or it has none. Such steps are left out"
-                " of batch/size and throughput/samples_per_s."
+                "MemoryProfiler cannot count the samples of a batch: its loader has no batch_size,"
+                " and its tensors differ in their first dimension or have none. Such steps are left"
+                " out of batch/size and throughput/samples_per_s."
             )
-        return None
-
-
-def _loader_size(trainer: Trainer) -> int | None:
-    # Several loaders, and loaders that make their own batches, have no batch size.
-    size = getattr(trainer.train_dataloader, "batch_size", None)
-    return None if size is None else int(size)
+        return samples
 
 
 class StepRecorder:
@@ -182,8 +181,8 @@ class StepRecorder:
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
         self._device_memory = device_memory
-        self._counter = BatchCounter(options.items_fn)
-        self._batch: object = None
+        self._counter = BatchCounter(trainer, options.items_fn)
+        self._batch = PlacedBatch(None, 0, 0)
         self._has_graphs = False
         # The memory in use is read at the end of this step, the next time.
         self._next_reading = 1
@@ -198,15 +197,17 @@ class StepRecorder:
         self.steady.drop()
         self.clock.forget()
 
-    def begin_validation(self) -> None:
+    def begin_validation(self, trainer: Trainer) -> None:
         """Begin a validation in the training."""
+        self._counter.begin_validation(trainer)
         self.clock = self.validation_clock
         self.clock.restart()
 
     def end_validation(self) -> None:
+        self._counter.end_validation()
         self.clock = self.run_clock
 
-    def start(self, module: LightningModule, batch: object, arrived: float) -> None:
+    def start(self, module: LightningModule, batch: PlacedBatch, arrived: float) -> None:
         """Begin a step, whose batch has arrived at this time."""
         self.clock.start(arrived)
         self._batch = batch
@@ -217,10 +218,10 @@ class StepRecorder:
             self._device_memory = None
         if self.clock is self.run_clock:
             begin = self.clock.now()
-            if self.steady.begin(module, batch):
+            if self.steady.begin(module, batch.batch):
                 self.clock.leave_out(self.clock.now() - begin)
 
-    def stop(self, trainer: Trainer, batch: object) -> int | None:
+    def stop(self, batch: PlacedBatch) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
 
         The result is None if Lightning skipped the step, as for a batch of None.
@@ -229,7 +230,7 @@ class StepRecorder:
         if not clock.in_step:
             return None
         clock.stop()
-        samples = self._counter.samples(batch, trainer, clock.stage)
+        samples = self._counter.samples(batch)
         peak_bytes = None
         reserved_bytes = None
         end_bytes = None
@@ -245,7 +246,7 @@ class StepRecorder:
             peak_bytes = None
         if clock is self.run_clock and peak_bytes is not None:
             self.steady.add_peak(peak_bytes)
-        self._batch = None
+        self._batch = PlacedBatch(None, 0, 0)
         # By position, because keywords take twice as long.
         self._ended = Step(
             clock.number,
@@ -256,7 +257,7 @@ class StepRecorder:
             peak_bytes,
             reserved_bytes,
             end_bytes,
-            self._counter.items(batch),
+            self._counter.items(batch.batch),
             is_slowed,
             self._has_graphs,
         )
@@ -276,7 +277,7 @@ class StepRecorder:
         where = "between two steps"
         if self.clock.in_step:
             where = f"in {self.clock.stage} step {self.clock.number}"
-            if (samples := samples_in(self._batch)) is not None:
+            if (samples := self._counter.samples(self._batch)) is not None:
                 where += f" with a batch of {counted(samples, 'sample')}"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_batchmem._lightning.batch_samples import PlacedBatch
 from lightning_batchmem._lightning.data_source import WatchedFetches
 from lightning_batchmem._lightning.trainer_state import callbacks_of, logging_step, logs_now
 from lightning_batchmem.devices.base import DeviceMemory
@@ -164,15 +165,15 @@ class Run:
         self._recorder.steady.begin_epoch()
         self.epoch_peak_bytes = 0
 
-    def begin_step(self, module: LightningModule, batch: object) -> None:
+    def begin_step(self, module: LightningModule, batch: PlacedBatch) -> None:
         """Begin a step, whose batch has arrived, and log the steps before it if that is due."""
         arrived = self._recorder.clock.now()
         self._complete()
         self._recorder.start(module, batch, arrived)
 
-    def end_step(self, trainer: Trainer, batch: object) -> None:
+    def end_step(self, trainer: Trainer, batch: PlacedBatch) -> None:
         """End a step, except its time."""
-        peak_bytes = self._recorder.stop(trainer, batch)
+        peak_bytes = self._recorder.stop(batch)
         if peak_bytes is None:
             return
         if peak_bytes > self.epoch_peak_bytes:
@@ -199,10 +200,10 @@ class Run:
         """End the time of a step before the next batch is requested."""
         self._recorder.run_clock.end()
 
-    def begin_validation(self) -> None:
+    def begin_validation(self, trainer: Trainer) -> None:
         """Report the training steps before a validation, whose time does not belong to them."""
         self._report()
-        self._recorder.begin_validation()
+        self._recorder.begin_validation(trainer)
 
     def end_validation(self) -> None:
         """Report a validation in the training."""

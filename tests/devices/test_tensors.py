@@ -55,6 +55,9 @@ COUNTED = (
     Later(ones),
     deque([ones]),
     UserList([ones]),
+    # Images of several sizes, and their labels.
+    ([torch.ones(2, size) for size in (4, 5, 6)], ones),
+    {"image": [torch.ones(2, 2)] * 3, "boxes": [torch.ones(size, 4) for size in (1, 2, 3)]},
 )
 UNKNOWN = (None, "text", ["a", "b"], torch.tensor(1.0), (ones, torch.ones(4)), {}, Sample, [])
 

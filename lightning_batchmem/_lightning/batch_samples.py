@@ -1,0 +1,129 @@
+"""How many samples each batch of a stage has, as its loaders say.
+
+The private names used here are those of lightning 2.5.0 and 2.6.6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_batchmem._lightning.data_source import combined_mode, stage_loop
+from lightning_batchmem.batches.loader_size import count_samples, loader_batch_size
+from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.tensors import samples_in
+
+_LOADERS = "The batch size of the loaders"
+
+
+class PlacedBatch(NamedTuple):
+    """A batch, its number in its loader, and the number of the loader.
+
+    The loader has a number where loaders follow each other.
+    """
+
+    batch: object
+    number: int
+    loader_number: int
+
+
+class BatchSamples:
+    """Counts the samples of the batches of the stage that runs.
+
+    The loader has the number. The dimensions of tensors may be something else, such as time or
+    channels, so they count only where a loader has no size.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop = stage_loop(trainer)
+        # The loop that counts the batches.
+        self._counter = trainer.fit_loop.epoch_loop if trainer.training else self._loop
+        # Whether the loaders of the last batch have sizes.
+        self.loaders_have_sizes = False
+        self._combined: object = None
+        self._of_loaders: list[_LoaderSamples] = []
+        self._is_sequential = False
+
+    def in_batch(self, batch: object, number: int, loader_number: int = 0) -> int | None:
+        """The samples of a batch, as in :class:`PlacedBatch`; None if they are unknown."""
+        of_loaders = self._loaders_of(loader_number)
+        self.loaders_have_sizes = all(one.size is not None for one in of_loaders)
+        if not (of_loaders and self.loaders_have_sizes):
+            return samples_in(batch)
+        is_last = self._counter.batch_progress.is_last_batch
+        total = 0
+        for one in of_loaders:
+            samples = one.in_batch(number, is_last=is_last)
+            if samples is None:
+                return None
+            total += samples
+        return total
+
+    def may_have(self, samples: int | None, number: int) -> bool:
+        """Whether the part of each loader in a batch of the training may have this many samples."""
+        is_last = self._counter.batch_progress.is_last_batch
+        counts = [one.in_batch(number, is_last=is_last) for one in self._loaders_of(0)]
+        return all(count in (None, samples) for count in counts)
+
+    def _loaders_of(self, loader_number: int) -> list[_LoaderSamples]:
+        """The loaders that have samples in a batch."""
+        # Loaders may be requested again in each epoch.
+        if self._loop._combined_loader is not self._combined:
+            self._combined = self._loop._combined_loader
+            self._of_loaders = value_or_none(_LOADERS, self._read_loaders) or []
+        if self._is_sequential:
+            return self._of_loaders[loader_number : loader_number + 1]
+        return self._of_loaders
+
+    def _read_loaders(self) -> list[_LoaderSamples]:
+        combined: Any = self._combined
+        mode = combined_mode(combined)
+        self._is_sequential = mode == "sequential"
+        return [_samples_of(loader, begins_again="cycle" in mode) for loader in combined.flattened]
+
+
+@dataclass(frozen=True)
+class _LoaderSamples:
+    """The samples of the batches of one loader.
+
+    Args:
+        size: samples in a full batch; None if the loader does not tell.
+        samples: samples in an epoch; None for a stream without a length.
+        batches: batches in an epoch; None likewise.
+        begins_again: whether the loader begins again while another one goes on.
+    """
+
+    size: int | None
+    samples: int | None = None
+    batches: int | None = None
+    begins_again: bool = False
+
+    def in_batch(self, number: int, *, is_last: bool) -> int | None:
+        """The samples of a batch; None for the last one of a stream."""
+        if self.size is None or not self.samples or not self.batches:
+            return None if is_last else self.size
+        if self.begins_again:
+            number %= self.batches
+        if number >= self.batches:
+            # The loader has ended, and another one goes on.
+            return 0
+        return min(self.size, self.samples - number * self.size)
+
+
+def _samples_of(loader: object, *, begins_again: bool) -> _LoaderSamples:
+    if not isinstance(loader, DataLoader):
+        # Loaders of other libraries have this attribute too.
+        size = getattr(loader, "batch_size", None)
+        return _LoaderSamples(size if isinstance(size, int) else None)
+    size = loader_batch_size(loader)
+    # The batch size of a sampler of the project may be another number, such as a budget.
+    is_plain = loader.batch_size is not None or type(loader.batch_sampler) is BatchSampler
+    samples = count_samples(loader)
+    if not is_plain or size is None or samples is None:
+        return _LoaderSamples(size if is_plain else None)
+    drop_last = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
+    batches = samples // size if drop_last else -(-samples // size)
+    return _LoaderSamples(size, samples, batches, begins_again)
