@@ -261,13 +261,6 @@ class MemoryProfiler(Callback):
 
     on_test_end = on_predict_end = on_validation_end
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """End the time of a step, so that the writing of a checkpoint is not part of it."""
-        if self._run is not None:
-            self._run.end_time()
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:

@@ -291,6 +291,36 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     assert (speed.step_seconds, speed.data_wait_share) == (6, 0.5)
 
 
+class Gathering(Validated):
+    """Its weights take a while to gather."""
+
+    def __init__(self, clock):
+        super().__init__(lambda *_: clock.sleep(1))
+        self.gather = lambda: clock.sleep(30)
+
+    def state_dict(self, *arguments, **keywords):
+        self.gather()
+        return super().state_dict(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_what_other_callbacks_do_between_steps_is_left_out(tmp_path, device_memory, clock, is_last):
+    def slowly(*_):
+        clock.sleep(30)
+
+    slow = At(on_train_epoch_end=slowly, on_save_checkpoint=slowly, on_validation_start=slowly)
+    saves = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=-1)
+    profiler = MemoryProfiler()
+    callbacks = [slow, profiler] if is_last else [profiler, slow]
+    trainer = trainer_for(
+        tmp_path, *callbacks, saves, max_epochs=2, enable_checkpointing=True, val_check_interval=2
+    )
+    trainer.fit(Gathering(clock), data(), data(samples=4))
+    steps_ms = [row["step_ms"] for row in csv_rows(tmp_path) if row["stage"] == "train"]
+    # A second in forward, backward and the step of the optimizer.
+    assert steps_ms == ["3000.000"] * trainer.global_step
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_what_is_between_steps_and_the_breakdown_are_left_out(
     tmp_path, device_memory, clock, monkeypatch, saves

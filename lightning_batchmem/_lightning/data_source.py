@@ -5,7 +5,7 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -193,61 +193,3 @@ def discard_train_loader(trainer: Trainer) -> None:
         fit_loop._data_fetcher.teardown()
     fit_loop._data_fetcher = None
     fit_loop._combined_loader = None
-
-
-@dataclass
-class _Fetch:
-    """Calls functions, and then the method of the loop. Unlike a closure, it can be pickled."""
-
-    loop: Any
-    called: list[Callable[[], object]] = field(default_factory=list)
-
-    def __call__(self) -> None:
-        for function in self.called:
-            function()
-        type(self.loop)._on_before_fetch(self.loop)
-
-
-class WatchedFetches:
-    """Calls functions before Lightning requests a batch from the loaders of a Trainer.
-
-    Args:
-        trainer: the Trainer.
-        on_own: called before the batches of the current stage.
-        on_validation: called before those of an evaluation within the training.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        on_own: Callable[[], object],
-        on_validation: Callable[[], object],
-    ) -> None:
-        loop = stage_loop(trainer)
-        self._loops = {loop: loop._data_fetcher}
-        self._called = {loop: on_own}
-        if trainer.training:
-            epoch_loop = loop.epoch_loop
-            val_loop = epoch_loop.val_loop
-            self._loops = {epoch_loop: loop._data_fetcher, val_loop: val_loop._data_fetcher}
-            self._called = {epoch_loop: on_own, val_loop: on_validation}
-        for one, function in self._called.items():
-            # A loop hands this method to its fetcher when an epoch begins. Several profilers share
-            # it.
-            vars(one).setdefault("_on_before_fetch", _Fetch(one)).called.append(function)
-        self._hand_over()
-
-    def close(self) -> None:
-        """Call the functions no more."""
-        for loop, function in self._called.items():
-            fetch = vars(loop)["_on_before_fetch"]
-            fetch.called.remove(function)
-            if not fetch.called:
-                del loop._on_before_fetch
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Let the fetchers that exist call the methods of their loops."""
-        for loop, fetcher in self._loops.items():
-            if fetcher is not None:
-                fetcher._start_profiler = loop._on_before_fetch

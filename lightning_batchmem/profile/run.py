@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.batch_samples import PlacedBatch
-from lightning_batchmem._lightning.data_source import WatchedFetches
 from lightning_batchmem._lightning.trainer_state import callbacks_of, logging_step, logs_now
+from lightning_batchmem._lightning.watched_calls import WatchedCalls
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
@@ -150,8 +150,11 @@ class Run:
         self._is_due = False
         self._logging_step = 0
         self._group = HostGroup() if stage == "train" else None
-        self._fetches = WatchedFetches(
-            trainer, recorder.run_clock.request, recorder.validation_clock.request
+        self._calls = WatchedCalls(
+            trainer,
+            recorder.run_clock.request,
+            recorder.validation_clock.request,
+            recorder.run_clock.end,
         )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -196,10 +199,6 @@ class Run:
             # The step before the next one: Lightning also logs the values of an epoch's end there.
             self._group.end_epoch(max(0, logging_step(trainer) - 1))
 
-    def end_time(self) -> None:
-        """End the time of a step before the next batch is requested."""
-        self._recorder.run_clock.end()
-
     def begin_validation(self, trainer: Trainer) -> None:
         """Report the training steps before a validation, whose time does not belong to them."""
         self._report()
@@ -226,7 +225,7 @@ class Run:
         """
         if self._snapshot is not None:
             self._snapshot.stop()
-        self._fetches.close()
+        self._calls.close()
         self._recorder.steady.close()
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
