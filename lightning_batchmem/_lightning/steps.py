@@ -78,6 +78,10 @@ class _StageSteps(Steps):
         return self.batches.held_bytes
 
     @property
+    def follows_size(self) -> bool:
+        return self.loaders.follows
+
+    @property
     def num_other_batches(self) -> int:
         return self.batches.num_other_batches
 

@@ -258,7 +258,9 @@ def _dropped_notes(known: TrialsSoFar) -> tuple[str, ...]:
 def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
     limits = known.limits
     trial = next(t for t in reversed(known.trials) if t.batch_size == known.passed)
-    could_expand = not (limits.is_host or limits.has_expandable_segments)
+    # Another device limits the size where this one holds less.
+    is_full = 2 * trial.held_bytes > limits.limit_bytes
+    could_expand = is_full and not (limits.is_host or limits.has_expandable_segments)
     if not could_expand or trial.held_bytes <= FRAGMENTED_RATIO * trial.peak_bytes:
         return ()
     return (

@@ -144,6 +144,8 @@ class Trial:
         samples_run: samples that went through these steps.
         growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
         notes: sentences about what could not be measured.
+        failed_phase: the phase of a training step or a validation in which memory ran out; empty
+            otherwise.
         error: first line of the out-of-memory error; empty otherwise.
     """
 
@@ -166,6 +168,7 @@ class Trial:
     samples_run: int = 0
     growth: Growth | None = None
     notes: tuple[str, ...] = ()
+    failed_phase: str = ""
     error: str = ""
 
     @property
@@ -188,7 +191,18 @@ class Trial:
     def failure(self) -> str:
         """What happened at a size that did not pass, as a clause."""
         text = _FAILURES[self.outcome].format(needed=mib(self.needed_bytes))
+        if self.fails_in_validation:
+            text += " in the validation"
         return f"{text} ({self.error})" if self.error else text
+
+    @property
+    def fails_in_validation(self) -> bool:
+        """Whether the validation of a training ran out of memory, or needs more than the limit."""
+        if self.outcome == "out_of_memory":
+            return self.failed_phase == "evaluation"
+        peaks = self.phase_peak_bytes
+        # In an evaluation by itself it is the only phase.
+        return len(peaks) > 1 and peaks.get("evaluation", 0) == self.peak_bytes
 
     def with_set_aside(self) -> Trial:
         """The same trial, with the bytes that are set aside in its peaks."""

@@ -98,7 +98,9 @@ class Alerts:
                 self._check_growth(step, step.end_bytes, limit_bytes)
         # The live peak of steps with CUDA graphs is not known.
         peak_bytes = (totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
-        if limit_bytes and peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes):
+        is_nearly_full = peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes)
+        # What grows would fill the memory at a smaller size too.
+        if limit_bytes and is_nearly_full and "leak" not in self.issued:
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None and interval.stage == self._stage:
@@ -142,25 +144,30 @@ class Alerts:
 
 def conclusion(speed: RunSpeed, memory: RunMemory) -> str:
     """Return what limits a run, and what helps; empty where the numbers do not decide."""
-    busy_percent = speed.busy_percent or 0.0
+    is_busy = (speed.busy_percent or 0.0) >= _BUSY_PERCENT
     wait_share = speed.data_wait_share or 0.0
-    # A busy device works while the process waits for data, and more memory would not make it
-    # faster.
-    if busy_percent >= _BUSY_PERCENT:
-        return (
-            f"Limited by compute: the device was {busy_percent:.0f}% busy."
-            " A lower precision, torch.compile or a faster device helps."
-        )
-    if wait_share > _MAX_WAIT_SHARE:
+    # The cores of a process may be busy with the making of its batches.
+    is_host = speed.cores is not None
+    if wait_share > _MAX_WAIT_SHARE and (is_host or not is_busy):
         return (
             f"Limited by data: {wait_share:.0%} of the time passed before the batch"
             " arrived. More loader workers (num_workers) or cheaper samples help."
+        )
+    if is_busy:
+        # A device may work while the process waits for data, or for another process.
+        if wait_share > _MAX_WAIT_SHARE:
+            return ""
+        return (
+            f"Limited by compute: the device was {speed.busy_percent:.0f}% busy."
+            " A lower precision, torch.compile or a faster device helps."
         )
     if not memory.limit_bytes:
         return ""
     share = (memory.peak_reserved_bytes or memory.peak_bytes or 0) / memory.limit_bytes
     if share < _MOSTLY_FULL_SHARE:
         return ""
+    if memory.is_planned:
+        return f"Memory is used as planned: {share:.0%} of the limit."
     return (
         f"Limited by memory: {share:.0%} of the limit. A lower"
         " precision, activation checkpointing or sharding needs less memory."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -35,6 +36,8 @@ class DeviceReader:
         self.cores = usable_cores() if device.type == "cpu" else None
         self._device_memory = device_memory
         self._max_limit_bytes = max_limit_bytes
+        # Whether the limit is that of a plan.
+        self.is_planned = max_limit_bytes < math.inf
         self._utilization = utilization_for(device)
         # The retries of a search before the run do not count.
         self._retries_before = self._counters().get(_RETRIES, 0)

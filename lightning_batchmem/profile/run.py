@@ -300,6 +300,7 @@ class Run:
             steady.breakdown,
             limit_bytes=self._reader.last.limit_bytes,
             rank_peaks_bytes=rank_peaks_bytes,
+            is_planned=self._reader.is_planned,
         )
         flops = steady.flops
         return Summary(

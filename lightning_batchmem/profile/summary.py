@@ -36,6 +36,7 @@ class RunMemory:
             None without them.
         graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
             ``peak_bytes`` has only the other steps.
+        is_planned: whether the limit is that of a BatchFinder's plan.
     """
 
     peak_bytes: int | None
@@ -48,6 +49,7 @@ class RunMemory:
     rank_peaks_bytes: tuple[int, ...] = ()
     validation_peak_bytes: int | None = None
     graph_steps: int = 0
+    is_planned: bool = False
 
     @classmethod
     def of(
@@ -58,6 +60,7 @@ class RunMemory:
         *,
         limit_bytes: int | None,
         rank_peaks_bytes: tuple[int, ...],
+        is_planned: bool,
     ) -> RunMemory:
         """Return the memory of a run from its totals, and the totals of its validations."""
         highest = totals.highest
@@ -72,6 +75,7 @@ class RunMemory:
             rank_peaks_bytes,
             None if validation is None else validation.peak_bytes,
             totals.graph_steps,
+            is_planned,
         )
 
     @property

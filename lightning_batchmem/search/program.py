@@ -50,6 +50,11 @@ class Steps:
         return 0
 
     @property
+    def follows_size(self) -> bool:
+        """Whether a smaller size makes smaller batches."""
+        return True
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes on the host that are kept of what the last step has returned."""
         return 0

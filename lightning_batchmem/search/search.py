@@ -28,6 +28,10 @@ GROWTH_SHARE = 0.01
 
 # What to do where no size fits.
 _SMALLER_STEP = "Use a smaller model, smaller samples, lower precision or activation checkpointing."
+_SMALLER_VALIDATION = (
+    "The batches of the validation do not follow the batch size: make them, or their samples,"
+    " smaller in val_dataloader."
+)
 _MORE_ROOM = (
     "Most of it is other memory of this process, not that of the step: pass a higher memory_limit,"
     " or free it."
@@ -242,5 +246,10 @@ class BatchSizeSearch:
         if trial.set_aside_bytes:
             set_aside = mib(trial.set_aside_bytes)
             text += f"; DataLoader workers and a checkpoint take {set_aside} more"
-        is_mostly_other = 2 * breakdown.other_bytes > needed_bytes
-        return [f"{text}. {_MORE_ROOM if is_mostly_other else _SMALLER_STEP}"]
+        advice = _SMALLER_STEP
+        evaluation = self._program.evaluation
+        if 2 * breakdown.other_bytes > needed_bytes:
+            advice = _MORE_ROOM
+        elif trial.fails_in_validation and evaluation and not evaluation.follows_size:
+            advice = _SMALLER_VALIDATION
+        return [f"{text}. {advice}"]

@@ -81,6 +81,7 @@ class TrialRunner:
             limit = self._device.limit_enforced(limits.limit_bytes)
         is_limit_enforced = False
         outcome: Outcome = "ok"
+        failed_phase = ""
         error_text = ""
         try:
             with self._watched_steps(batch_size, is_collective), limit as is_enforced:
@@ -95,11 +96,13 @@ class TrialRunner:
             if not is_out_of_memory(error) or is_collective:
                 raise
             outcome = "out_of_memory"
+            if self._program.training is not None:
+                failed_phase = self._program.phases.phase or ""
             error_text = self._ranks.named(release_traceback(error))
         trial = self._measured(kind, batch_size, limits, meter)
         if outcome == "ok":
             outcome = _outcome(trial, limits, meter.readings, is_limit_enforced=is_limit_enforced)
-        return replace(trial, outcome=outcome, error=error_text)
+        return replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.

@@ -143,6 +143,18 @@ def test_a_fragmented_size_is_noted():
     assert drive(device(STRAIGHT, held_share=0.3), expandable).plan.notes == ()
 
 
+def test_a_device_that_does_not_limit_the_size_gets_no_advice():
+    def of_two_devices(step):
+        """Half of the network is on another device, which is full at 50 samples."""
+        trial = device(STRAIGHT, held_share=0.3)(step)
+        outcome = "out_of_memory" if step.batch_size > 50 else "ok"
+        return with_changes(trial, outcome=outcome)
+
+    plan = drive(of_two_devices, limits()).plan
+    assert plan.batch_size <= 50
+    assert plan.notes == ()
+
+
 @pytest.mark.parametrize(
     ("run", "bounds", "start", "end"),
     [

@@ -175,6 +175,15 @@ def test_the_wait_is_summed_over_intervals_of_known_utilization():
     assert len(sentences) == 1
 
 
+def test_a_smaller_batch_is_no_advice_where_memory_grows():
+    rules, _ = alerts()
+    for number in range(200):
+        use_bytes = GIB + 16 * number * MIB
+        rules.take(Interval([step(number, 4, use_bytes, use_bytes)], DeviceReading(4 * GIB)))
+    assert use_bytes > 0.95 * 4 * GIB
+    assert list(rules.issued) == ["leak"]
+
+
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [

@@ -84,6 +84,29 @@ def test_other_stages_are_searched_with_forward_passes(stage, is_passed, search,
     assert (data.batch_size, module.batch_size) == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("size_name", "advice"),
+    [
+        ("fixed_size", "The batches of the validation do not follow the batch size: make them"),
+        ("batch_size", "Use a smaller model, smaller samples"),
+    ],
+)
+def test_a_validation_that_does_not_fit_is_named(search, device, size_name, advice):
+    module = Evaluated(device, size_name)
+    module.factor = 500
+    with pytest.raises(RuntimeError) as raised:
+        search(module)
+    (sentence, *_) = str(raised.value).partition(" (")
+    assert sentence.endswith("the smallest size allowed, ran out of memory in the validation")
+    assert advice in str(raised.value)
+
+
+def test_a_training_that_does_not_fit_names_no_validation(search, device):
+    with pytest.raises(RuntimeError) as raised:
+        search(Lawful(device, lambda size: law(500 * size)))
+    assert "validation" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("size_name", "fast"), [("fixed_size", False), ("batch_size", True)])
 def test_a_stage_without_a_search(search, device, size_name, fast):
     module = Evaluated(device, size_name)
