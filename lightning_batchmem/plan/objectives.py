@@ -81,7 +81,8 @@ class Largest:
         low = known.largest_ran
         first = min(known.first_rehearsal_share * known.size_at_limit, highest)
         size = highest if first == highest else int(first)
-        if not (limits.catches_errors or known.has_rehearsed):
+        has_failed = size >= known.smallest_failed
+        if not (limits.catches_errors or known.has_rehearsed or has_failed):
             # A larger size that was probed is too near to the limit for a training.
             return size if size == highest else max(lowest, rounded(size, limits))
         most = policy.most_share * known.size_at_limit if limits.catches_errors else size + 1

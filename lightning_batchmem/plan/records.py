@@ -190,7 +190,9 @@ class Trial:
     @property
     def failure(self) -> str:
         """What happened at a size that did not pass, as a clause."""
-        text = _FAILURES[self.outcome].format(needed=mib(self.needed_bytes))
+        # On the host the process holds more than its tensors need.
+        needed_bytes = max(self.needed_bytes, self.held_bytes)
+        text = _FAILURES[self.outcome].format(needed=mib(needed_bytes))
         if self.fails_in_validation:
             text += " in the validation"
         return f"{text} ({self.error})" if self.error else text

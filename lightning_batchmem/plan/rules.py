@@ -62,6 +62,8 @@ def decide(
     if not known.ran:
         if lowest < known.smallest_failed:
             return NextSize(lowest, "probe")
+        if known.holds_too_much:
+            return _not_verified(known)
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
     objective = objective_of(limits.options)
     if not known.has_rehearsed:
@@ -83,6 +85,22 @@ def _first_size(
         return Chosen(highest, "dataset", reason, is_verified=False)
     size = min(max(lowest, rounded(first, limits, up=True)), highest)
     return NextSize(size, "probe")
+
+
+def _not_verified(known: TrialsSoFar) -> Chosen:
+    """The smallest size, whose tensors fit, although the process holds more than the limit."""
+    limits = known.limits
+    trial = known.trials[-1]
+    size = trial.batch_size
+    reason = (
+        f"{limits.unit.size(size)}, the smallest size allowed: its tensors fit, but the"
+        f" process held {mib(trial.held_bytes)}, more than the limit."
+    )
+    note = (
+        f"The process holds more than the limit of {mib(limits.limit_bytes)} at every size."
+        " Raise memory_limit, or use a smaller model."
+    )
+    return Chosen(size, "memory", reason, (note,), is_verified=False)
 
 
 def _empty_range(limits: SearchLimits) -> str:

@@ -60,6 +60,13 @@ class TrialsSoFar:
         return sorted(ran, key=lambda trial: trial.batch_size)
 
     @property
+    def holds_too_much(self) -> bool:
+        """Whether the last size failed on the host although its tensors fit."""
+        last = self.trials[-1]
+        tensors_fit = last.needed_bytes <= self.limits.limit_bytes
+        return self.limits.is_host and last.outcome == "over_limit" and tensors_fit
+
+    @property
     def largest_ran(self) -> int:
         """The largest size that ran; 0 if none did."""
         return self.ran[-1].batch_size if self.ran else 0

@@ -234,8 +234,12 @@ def _outcome(
     """The outcome of a trial whose steps have ended without an error."""
     if trial.kind == "rehearsal" and _would_retry(readings, limits):
         return "allocator_retry"
+    needed_bytes = trial.needed_bytes
+    if limits.is_host:
+        # Lines are fitted to the tensors, but the limit is that of the process.
+        needed_bytes = max(needed_bytes, trial.held_bytes)
     # The last page of an expandable segment may exceed an enforced limit.
-    if trial.needed_bytes > limits.limit_bytes and not is_limit_enforced:
+    if needed_bytes > limits.limit_bytes and not is_limit_enforced:
         return "over_limit"
     return "ok"
 

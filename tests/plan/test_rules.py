@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.records import Chosen, SearchFailed, Trial
+from lightning_batchmem.plan.records import Chosen, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
 from tests.helpers.simulated_search import (
     LAWS,
@@ -141,6 +141,34 @@ def test_a_fragmented_size_is_noted():
     # The setting is in force already.
     expandable = with_changes(limits(), has_expandable_segments=True)
     assert drive(device(STRAIGHT, held_share=0.3), expandable).plan.notes == ()
+
+
+def holding(least_bytes):
+    """A host whose process holds this much, and twice what its tensors take."""
+
+    def run(step):
+        trial = device([[(0, 10)]])(step)
+        held_bytes = least_bytes + 20 * step.batch_size
+        outcome = "over_limit" if held_bytes > LIMIT else trial.outcome
+        return with_changes(
+            trial, outcome=outcome, held_peak_bytes=held_bytes, needed_bytes=trial.peak_bytes
+        )
+
+    return run
+
+
+def test_a_process_of_the_host_that_holds_more_than_the_limit_gets_a_smaller_size():
+    driven = drive(holding(LIMIT - 400), limits(is_host=True))
+    assert driven.text == "2p 8p 32p! 22r! 16r"
+    assert driven.plan.verified
+    assert driven.plan.reason.startswith(f"16 samples: 22 samples need {mib(LIMIT + 40)}")
+
+
+def test_a_process_of_the_host_that_holds_too_much_at_every_size():
+    plan = drive(holding(LIMIT), limits(is_host=True)).plan
+    assert (plan.batch_size, plan.verified) == (1, False)
+    assert "the process held" in plan.reason
+    assert "Raise memory_limit" in plan.notes[0]
 
 
 def test_a_device_that_does_not_limit_the_size_gets_no_advice():
