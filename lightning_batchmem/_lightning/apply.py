@@ -18,7 +18,7 @@ from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of
-from lightning_batchmem.plan.learning_rate import TrainingSetup
+from lightning_batchmem.plan.learning_rate import Epoch, TrainingSetup
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 
@@ -60,7 +60,7 @@ def check_step(module: LightningModule, name: str) -> None:
 
 
 def training_setup(
-    followed: FollowedSetting, options: SearchOptions, learning_rate: float | None
+    followed: FollowedSetting, options: SearchOptions, learning_rate: float | None, epoch: Epoch
 ) -> TrainingSetup:
     """The optimizer steps of the project.
 
@@ -68,6 +68,7 @@ def training_setup(
         followed: the batch size of the project, and where it is set.
         options: the arguments of BatchFinder.
         learning_rate: that of :func:`learning_rate_to_scale`.
+        epoch: an epoch at the batch size of the project.
 
     Raises:
         ValueError: if ``lr_scaling`` has no batch size to scale from.
@@ -75,8 +76,8 @@ def training_setup(
     trainer = followed.setting.trainer
     effective_batch_size = None
     if followed.project_size is not None:
-        ranks_and_batches = trainer.accumulate_grad_batches * trainer.world_size
-        effective_batch_size = followed.project_size * ranks_and_batches
+        of_rank = epoch.samples_of_step(followed.project_size, trainer.accumulate_grad_batches)
+        effective_batch_size = of_rank * trainer.world_size
     elif options.lr_scaling is not None:
         raise ValueError(
             f"`{followed.setting.name}` must be a positive whole number for lr_scaling. Set it to"

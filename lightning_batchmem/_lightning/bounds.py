@@ -11,6 +11,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.plan.learning_rate import Epoch
 from lightning_batchmem.plan.options import (
     UNBOUNDED_MAX_BATCH_SIZE,
     UNBOUNDED_MAX_BUDGET,
@@ -32,6 +33,12 @@ def limited_batches(batches: float, limit_batches: int | float) -> float:
     if isinstance(limit_batches, int):
         return min(batches, limit_batches)
     return batches if math.isinf(batches) else int(batches * limit_batches)
+
+
+def epoch_at(trainer: Trainer, loaders: StageLoaders, batch_size: int) -> Epoch:
+    """An epoch of the training on this rank at a batch size, under ``limit_train_batches``."""
+    batches = limited_batches(loaders.batches(batch_size), trainer.limit_train_batches)
+    return Epoch(batches, min(loaders.samples(batch_size), batches * batch_size))
 
 
 def reached_samples(trainer: Trainer, stage: str, largest_size: int, info: LoaderInfo) -> float:

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.apply import learning_rate_to_scale, training_setup
+from lightning_batchmem._lightning.bounds import epoch_at
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.packages import noted_errors
@@ -24,9 +25,10 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem._lightning.training_watch import TrainingWatch
+from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.learning_rate import TrainingSetup, optimizer_step
+from lightning_batchmem.plan.learning_rate import Epoch, TrainingSetup, optimizer_step
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -52,14 +54,14 @@ class FoundPlan:
         setting: the place of the size.
         project_size: the size that the project had before.
         setup: the optimizer steps of the project.
-        epoch_batches: batches of an epoch at the size of the plan, on the rank with the fewest.
+        epoch: an epoch at the size of the plan.
     """
 
     plan: Plan
     setting: BatchSizeSetting
     project_size: int | None
     setup: TrainingSetup
-    epoch_batches: float
+    epoch: Epoch
 
 
 @dataclass(eq=False)
@@ -142,7 +144,7 @@ class TrainerSearch:
         step = optimizer_step(
             found.setup,
             plan.batch_size,
-            found.epoch_batches,
+            found.epoch,
             target_batch_size=self.options.target_batch_size,
             multiple_of=self.options.multiple_of,
             lr_scaling=self.options.lr_scaling,
@@ -175,7 +177,8 @@ class TrainerSearch:
         parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
             followed = maker.followed(setting, clean_start)
-            setup = training_setup(followed, options, learning_rate)
+            epoch = self._epoch(followed.loaders, followed.project_size or 1)
+            setup = training_setup(followed, options, learning_rate, epoch)
             program = maker.training(clean_start, followed, state)
             with noted_errors(program.batches):
                 plan = self._search_of(program, progress, maker.options).run(
@@ -190,8 +193,14 @@ class TrainerSearch:
             followed.setting,
             followed.project_size,
             setup,
-            min(self.ranks.exchange(program.batches_in_epoch(plan.batch_size))),
+            self._epoch(followed.loaders, plan.batch_size),
         )
+
+    def _epoch(self, loaders: StageLoaders, batch_size: int) -> Epoch:
+        """An epoch at this size, on the rank with the fewest batches or samples."""
+        own = epoch_at(self.trainer, loaders, batch_size)
+        batches, samples = zip(*self.ranks.exchange(own), strict=True)
+        return Epoch(min(batches), min(samples))
 
     def _confirmed(
         self,

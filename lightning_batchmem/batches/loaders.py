@@ -126,10 +126,24 @@ class StageLoaders:
 
         The number is ``inf`` if it depends on a stream without a length.
         """
-        combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
-        return combine.get(self.mode, max)(
+        return self._combined_count(
             [loader.batches(batch_size, full_only=full_only) for loader in self.sized]
         )
+
+    def _combined_count(self, counts: list[float]) -> float:
+        """The number of batches or samples, from those of the loaders."""
+        combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
+        return combine.get(self.mode, max)(counts)
+
+    def samples(self, batch_size: int) -> float:
+        """Samples in an epoch, in the unit of the batch size; ``inf`` if they are unknown."""
+        infos = [loader for loader in self.sized if isinstance(loader, LoaderInfo)]
+        counts = [
+            info.samples * batch_size / info.size_at(batch_size)
+            for info in infos
+            if info.follows and info.samples
+        ]
+        return self._combined_count(counts) if counts else math.inf
 
     def last_batch_size(self, batch_size: int) -> int:
         """Samples in the last batch of an epoch at ``batch_size``.

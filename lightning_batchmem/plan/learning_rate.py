@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_batchmem.plan.options import LearningRateScaling
 from lightning_batchmem.plan.sizes import MicroBatch, micro_batches
@@ -22,6 +23,22 @@ _RULES: dict[str, LearningRateScaling] = {
     "AdamW": "sqrt",
     "RMSprop": "sqrt",
 }
+
+
+class Epoch(NamedTuple):
+    """An epoch of the training on the rank with the fewest batches; ``inf`` where it is unknown."""
+
+    batches: float = math.inf
+    # In the unit of the batch size.
+    samples: float = math.inf
+
+    def samples_of_step(self, batch_size: int, accumulate_grad_batches: int) -> int:
+        """The samples of a full optimizer step on a rank.
+
+        Lightning makes a step at the end of an epoch in any case.
+        """
+        batches = min(accumulate_grad_batches, max(1.0, self.batches))
+        return int(min(batches * batch_size, max(1.0, self.samples)))
 
 
 def learning_rate_factor(
@@ -105,13 +122,13 @@ class OptimizerStep:
 def optimizer_step(
     setup: TrainingSetup,
     batch_size: int,
-    epoch_batches: float,
+    epoch: Epoch,
     *,
     target_batch_size: int | None,
     multiple_of: int | None,
     lr_scaling: LearningRateScaling | None,
 ) -> OptimizerStep:
-    """The optimizer steps at ``batch_size``; an epoch has ``epoch_batches`` batches then."""
+    """The optimizer steps at ``batch_size``, at which ``epoch`` is an epoch of the training."""
     notes = []
     accumulate = setup.accumulate_grad_batches
     if target_batch_size is not None:
@@ -119,15 +136,12 @@ def optimizer_step(
         accumulate = micro.accumulate_grad_batches
         if micro.effective_batch_size != target_batch_size:
             notes.append(_rounded_target(micro, target_batch_size, setup))
-    batches_per_step = accumulate
-    # Lightning makes an optimizer step at the end of an epoch in any case.
-    if epoch_batches < accumulate:
-        batches_per_step = max(1, int(epoch_batches))
+    if epoch.batches < accumulate:
         notes.append(
             f"An optimizer step takes {accumulate} batches, but an epoch ends after"
-            f" {batches_per_step}, so the step has fewer."
+            f" {max(1, int(epoch.batches))}, so the step has fewer."
         )
-    effective = batch_size * batches_per_step * setup.ranks
+    effective = epoch.samples_of_step(batch_size, accumulate) * setup.ranks
     before = setup.effective_batch_size
     rate = setup.learning_rate
     if before is not None and lr_scaling is not None and rate is not None:

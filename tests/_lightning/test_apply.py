@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
 from lightning_batchmem import BatchFinder
-from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law
+from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law, loader
 
 BUDGET = 552 * MIB
 SMALLER_BUDGET = 328 * MIB
@@ -119,6 +119,32 @@ def test_the_learning_rate_is_scaled(search, device, project, trainer, expected)
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
     assert f"{expected:.6g} instead of" in str(plan)
     assert not any("learning rate" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "trainer", "before", "after"),
+    [
+        # A data set that is smaller than the batch: the step is that of all samples.
+        (7, 32, {}, 7, 7),
+        # Both epochs end with the first step, which has all samples of the epoch.
+        (40, 8, {"accumulate_grad_batches": 9, "max_epochs": 1, "max_steps": -1}, 40, 40),
+        # Two batches of an epoch are less than the four of a step.
+        (5000, 8, {"accumulate_grad_batches": 4, "limit_train_batches": 2}, 16, 100),
+    ],
+)
+def test_the_learning_rate_is_scaled_by_the_samples_that_a_step_has(
+    search, device, samples, size, trainer, before, after
+):
+    class Few(Rated):
+        def train_dataloader(self):
+            return loader(self.batch_size, samples)
+
+    options = {"lr_scaling": "linear", "max_batch_size": 50}
+    plan = search(Few(device, batch_size=size), options=options, **trainer)
+    assert plan.effective_batch_size == after
+    assert plan.learning_rate == pytest.approx(0.1 * after / before)
+    alone = search(Few(device, batch_size=size), options={"max_batch_size": 50}, **trainer)
+    assert any(f"instead of {before}" in note for note in alone.notes) == (after != before)
 
 
 class RatedInHparams(Lawful):

@@ -1,10 +1,9 @@
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.learning_rate import (
+    Epoch,
     TrainingSetup,
     learning_rate_factor,
     learning_rate_note,
@@ -24,7 +23,7 @@ def test_a_target_that_is_missed_is_one_note(budget_name, size):
         step = optimizer_step(
             setup,
             batch_size,
-            math.inf,
+            Epoch(),
             target_batch_size=target,
             multiple_of=None,
             lr_scaling=None,
@@ -38,6 +37,24 @@ def test_a_target_that_is_missed_is_one_note(budget_name, size):
     )
     assert notes(1010, 126) == (expected,)
     assert notes(1024, 256) == ()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch_size", "accumulate", "samples"),
+    [
+        (Epoch(), 32, 4, 128),
+        # The data set is smaller than the batch.
+        (Epoch(1, 7), 32, 1, 7),
+        # The epoch ends with half a batch.
+        (Epoch(3, 80), 32, 4, 80),
+        (Epoch(3, 80), 32, 2, 64),
+        # Under limit_train_batches=2.
+        (Epoch(2, 64), 32, 4, 64),
+        (Epoch(0, 0), 32, 4, 1),
+    ],
+)
+def test_the_samples_of_an_optimizer_step(epoch, batch_size, accumulate, samples):
+    assert epoch.samples_of_step(batch_size, accumulate) == samples
 
 
 @pytest.mark.parametrize(
