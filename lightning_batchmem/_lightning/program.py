@@ -85,6 +85,10 @@ class TrainerProgram(Program):
     def largest_batch_bytes(self) -> int:
         return self._clean_start.search_callback.largest_batch_bytes
 
+    def longest_sample_note(self, batch_size: int) -> str:
+        """A sentence about a size whose training batches have the longest samples only."""
+        return self._all_steps[0].batches.longest_sample_note(batch_size)
+
     def bounds(self) -> list[Bound]:
         return self._bounds
 

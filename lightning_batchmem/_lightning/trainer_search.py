@@ -55,6 +55,7 @@ class FoundPlan:
         project_size: the size that the project had before.
         setup: the optimizer steps of the project.
         epoch: an epoch at the size of the plan.
+        why_smaller: why the size is below that of the project; empty if it is not.
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class FoundPlan:
     project_size: int | None
     setup: TrainingSetup
     epoch: Epoch
+    why_smaller: str
 
 
 @dataclass(eq=False)
@@ -150,10 +152,10 @@ class TrainerSearch:
             lr_scaling=self.options.lr_scaling,
         )
         plan = self._placed(plan, found.setting)
-        # The console shows only one note: what grows, or else the learning rate.
-        of_growth = [note for note in plan.notes if note.startswith(GROWTH_NOTE)]
-        others = [note for note in plan.notes if note not in of_growth]
-        notes = (*of_growth, step.learning_rate_note, *others, *step.notes)
+        # The console shows only one note: the one that surprises most.
+        first = [note for note in plan.notes if note.startswith((GROWTH_NOTE, NOT_USED))]
+        others = [note for note in plan.notes if note not in first]
+        notes = (*first, *step.notes, found.why_smaller, step.learning_rate_note, *others)
         return replace(
             plan,
             step=replace(step, learning_rate_note="", notes=()),
@@ -194,7 +196,19 @@ class TrainerSearch:
             followed.project_size,
             setup,
             self._epoch(followed.loaders, plan.batch_size),
+            self._why_smaller(plan, followed.project_size, program),
         )
+
+    def _why_smaller(self, plan: Plan, project_size: int | None, program: TrainerProgram) -> str:
+        """Why the size of a plan is below that of the project; empty if it is not."""
+        # The samples of this rank may be others.
+        note = self.ranks.exchange(program.longest_sample_note(plan.batch_size))[0]
+        if project_size is None or plan.batch_size >= project_size:
+            return ""
+        if note and plan.limited_by == "memory":
+            return note
+        why = plan.reason.partition(": ")[2]
+        return f"{plan.unit.size(plan.batch_size)} instead of the project's {project_size:,}: {why}"
 
     def _epoch(self, loaders: StageLoaders, batch_size: int) -> Epoch:
         """An epoch at this size, on the rank with the fewest batches or samples."""

@@ -233,6 +233,10 @@ class BudgetBatches:
         self.longest_bytes = reading.largest_bytes
         return budget
 
+    def longest_sample_note(self, batch_size: int) -> str:
+        """Empty: these are batches that the loader has made."""
+        return ""
+
     def has_constant_length(self, budget: int) -> bool:
         """Whether the loader follows the budget, but has as many batches with any of them."""
         larger_budget = BUDGET_FACTOR * budget

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -172,6 +173,11 @@ class ProbeBatches:
             for loader, batch_bytes in self.batch_bytes(batch_size)
         )
 
+    def longest_sample_note(self, batch_size: int) -> str:
+        """A sentence about a size whose batches have the longest samples only; empty for others."""
+        notes = [one.longest_sample_note(batch_size) for one in self._of_loaders]
+        return next((note for note in notes if note), "")
+
     def agree(self, of_ranks: Sequence[tuple[list[int], tuple[str, ...]]]) -> None:
         """Use the longest samples and the notes of the rank that found the longest ones."""
         self._agreed_longest_bytes, self.notes = max(of_ranks)
@@ -264,6 +270,18 @@ class _LoaderBatches:
 
     def other_lengths(self, batch_size: int, index: int) -> Any:
         return self._collated(self.choice.other_positions(self.count(batch_size), index))
+
+    def longest_sample_note(self, batch_size: int) -> str:
+        """As that of :class:`ProbeBatches`."""
+        if not isinstance(self.choice, LongestSample):
+            return ""
+        sizes = self.choice.sizes
+        typical = sizes.typical_count(self.count(batch_size)) * batch_size // self.count(batch_size)
+        return (
+            f"{batch_size:,} fits even if every sample is the longest"
+            f" ({max(sizes.measured):,.0f} bytes, median {statistics.median(sizes.measured):,.0f});"
+            f' with typical batches about {typical:,}: worst_case="typical".'
+        )
 
     def count(self, batch_size: int) -> int:
         """Number of samples in a batch."""

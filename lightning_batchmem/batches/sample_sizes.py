@@ -44,6 +44,24 @@ class SampleSizes:
             f" a batch and the median {statistics.median(sizes):,.0f}."
         )
 
+    def typical_count(self, count: int) -> int:
+        """How many random samples padded to one length take what ``count`` of the longest take.
+
+        Source: the mean of the largest of n draws from sorted sizes is the sum of each size times
+        its share, (i / m) ** n - ((i - 1) / m) ** n for the i-th of m sizes.
+        """
+        sizes = np.sort(np.asarray(self.measured, dtype=float))
+        ranks = np.arange(len(sizes) + 1) / len(sizes)
+
+        def exceeds(number: int) -> bool:
+            mean_of_largest = float(np.sum(sizes * np.diff(ranks**number)))
+            # Beside an error of rounding.
+            return number * mean_of_largest > (1 + 1e-9) * count * float(sizes[-1])
+
+        # The mean of the largest of one draw is that of all sizes.
+        most = max(count, int(count * sizes[-1] / sizes.mean()))
+        return bisect_left(range(most + 1), True, lo=count, key=exceeds) - 1
+
     @property
     def by_bytes(self) -> list[int]:
         """Positions of the available samples, from the smallest one to the largest one."""

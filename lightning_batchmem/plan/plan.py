@@ -161,7 +161,7 @@ class Plan:
         return self.step.learning_rate_before
 
     def short_text(self) -> str:
-        """The plan with the first note only, and without reasons; lines have at most 80 columns."""
+        """The plan with the first note only; lines have at most 80 columns."""
         return short_text(self)
 
     def to_json(self) -> str:

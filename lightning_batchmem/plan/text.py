@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.printing import shown, table_text
-from lightning_batchmem.plan.records import Trial, mib
+from lightning_batchmem.plan.records import Trial, counted, mib
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 if TYPE_CHECKING:
@@ -42,12 +42,15 @@ def full_text(plan: Plan) -> str:
 def short_text(plan: Plan) -> str:
     """The plan in a few rows, whose lines have at most 80 columns.
 
-    There is no reason, no line, no trial, and only the first note.
+    There is no line, no trial, and only the first note.
     """
     # Of several notes the dictionary keeps the first, because the last of equal keys counts.
     rows = dict(reversed(_rows(plan)))
-    rows["details"] = "print the plan, or set verbose=True: reasons, all sizes, all notes"
-    names = ("memory", "size", "sizes", "step", "note", "details")
+    more = "all sizes"
+    if len(plan.notes) > 1:
+        more += f", {counted(len(plan.notes) - 1, 'more note')}"
+    rows["details"] = f"print the plan, or set verbose=True: {more}"
+    names = ("memory", "size", "sizes", "step", "why", "note", "details")
     few = [(name, rows[name]) for name in names if name in rows]
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(few)])
 

@@ -140,8 +140,8 @@ class BatchSizeSearch:
             device=device,
             notes=(
                 *of_growth,
-                *chosen.notes,
                 *notes,
+                *chosen.notes,
                 *of_trials,
                 *program.notes,
                 *of_limit,

@@ -126,3 +126,22 @@ def test_the_policy_limits_the_random_batches(policy, largest):
     sizes = sizes_of([1] * 99 + [100])
     assert LargestSum(sizes, ReadingPolicy()).batch_bytes(1, 100) == 100
     assert LargestSum(sizes, ReadingPolicy(**policy)).batch_bytes(1, 100) == largest
+
+
+def test_how_many_random_samples_take_what_the_longest_take():
+    # Half of the samples have one byte, and half have nine. The largest of two has (1 + 3 * 9) / 4.
+    sizes = SampleSizes([1.0, 9.0], [1, 9], spread_count=2, is_ragged=True)
+    assert sizes.typical_count(1) == 1
+    assert 2 * (1 + 3 * 9) / 4 <= 2 * 9 < 3 * (1 + 7 * 9) / 8
+    assert sizes.typical_count(2) == 2
+    # Nearly all samples are short, and most batches have no long one.
+    rare = SampleSizes([1.0] * 9_999 + [1000.0], [1], spread_count=1, is_ragged=True)
+    assert rare.typical_count(4) == 196
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=50), st.integers(1, 1000))
+def test_random_samples_are_at_least_as_many_as_the_longest(measured, count):
+    sizes = SampleSizes([float(one) for one in measured], measured)
+    assert sizes.typical_count(count) >= count
+    equal = SampleSizes([7.0] * len(measured), measured)
+    assert equal.typical_count(count) == count

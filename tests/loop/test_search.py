@@ -77,7 +77,7 @@ def test_smaller_batches_are_multiples_too(lawful):
 def without_times(text):
     """The lines of a plan without times, and without notes about the project's own size."""
     others = (
-        r"  sizes|\||BatchFinder: (searching|\d+ s, )"
+        r"  sizes|\||  details|BatchFinder: (searching|\d+ s, )"
         r"|  note +(An optimizer step has|Values|\d+ samples train)"
     )
     # A line that begins with so many spaces continues the one before it.

@@ -303,7 +303,7 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         assert "".join(plan.notes[0].split()) in words
 
 
-def test_the_short_text_has_six_rows_at_most():
+def test_the_short_text_has_the_reason_and_one_note():
     changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
     plan = plan_with(PLAN, **changes, notes=("the first", "a second"))
     assert plan.short_text() == "\n".join(
@@ -312,12 +312,14 @@ def test_the_short_text_has_six_rows_at_most():
             "  memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
+            "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
+            "            above it.",
             "  note      the first",
-            "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
+            "  details   print the plan, or set verbose=True: all sizes, 1 more note",
         ]
     )
     nothing_ran = Plan(Chosen(1, "dataset", "", is_verified=False), (), 200 * MIB)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    limit 200.0 MiB",
-        "  details   print the plan, or set verbose=True: reasons, all sizes, all notes",
+        "  details   print the plan, or set verbose=True: all sizes",
     ]

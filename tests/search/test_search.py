@@ -484,3 +484,49 @@ def test_a_hook_that_needs_a_whole_epoch_is_a_warning(search, device):
     with pytest.warns(UserWarning, match="The hooks at the end of test failed .* AssertionError"):
         assert search(module, stage="test").batch_size == HALF
     assert len(hooks) > 4
+
+
+def longest_of(samples):
+    return [pad_sequence(samples, batch_first=True)]
+
+
+class Texts(Lawful):
+    """Texts of which a few are long; a token takes a MiB."""
+
+    def __init__(self, device_memory, batch_size, *, is_ragged):
+        super().__init__(device_memory, lambda tokens: law(tokens), batch_size)
+        lengths = [20 if is_ragged and index % 50 == 0 else 2 for index in range(1000)]
+        self.texts = [torch.zeros(length) for length in lengths]
+
+    def train_dataloader(self):
+        return DataLoader(self.texts, self.batch_size, shuffle=True, collate_fn=longest_of)
+
+
+@pytest.mark.parametrize(
+    ("project", "is_ragged", "note"),
+    [
+        (
+            100,
+            True,
+            "18 fits even if every sample is the longest (80 bytes, median 8); with typical",
+        ),
+        (400, False, "177 samples instead of the project's 400: it passed a rehearsal, and"),
+        (2, True, "An optimizer step has 18 samples instead of 2."),
+        (2, False, "An optimizer step has 177 samples instead of 2."),
+    ],
+)
+def test_the_first_note_tells_why_the_size_is_below_that_of_the_project(
+    search, device, project, is_ragged, note
+):
+    plan = search(Texts(device, project, is_ragged=is_ragged))
+    assert plan.notes[0].startswith(note)
+    assert f"why       {plan.batch_size} samples: " in plan.short_text()
+
+
+def test_what_was_asked_for_and_not_done_is_the_first_note(search, device):
+    module = Texts(device, 100, is_ragged=True)
+    plan = search(module, options={"target_batch_size": 331})
+    assert "not the 331 of target_batch_size" in plan.notes[0]
+    assert "fits even if every sample is the longest" in plan.notes[1]
+    again = search(module, options={"plan": "no/such/plan.json"})
+    assert again.notes[0].startswith("The earlier plan was not used")
