@@ -68,12 +68,14 @@ class Growth:
             falls at its end; ``None`` if their number is unknown.
         falls_at_epoch_end: whether memory falls at the end of an epoch.
         has_predictions: whether it is what the steps return, which Lightning keeps on the host.
+        batches_run: batches of the trial that were kept together, so that there was room for them.
     """
 
     batch_bytes: int
     batches: int | None
     falls_at_epoch_end: bool = False
     has_predictions: bool = False
+    batches_run: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -83,7 +85,9 @@ class Growth:
 
     def fits(self, room_bytes: int) -> bool:
         """Whether there is room for all of it; never known of an unknown number of batches."""
-        return self.batches is not None and self.total_bytes <= room_bytes
+        if self.batches is None:
+            return False
+        return (self.batches - self.batches_run) * self.batch_bytes <= room_bytes
 
     def note(self, room_bytes: int) -> str:
         """A sentence for a plan whose rehearsal left this much room."""
@@ -100,7 +104,7 @@ class Growth:
         number = f"{whole} has {self.batches:,}" if self.batches is not None else ""
         return (
             f"{GROWTH_NOTE} {mib(self.batch_bytes)} more{place} each time: about"
-            f" {max(0, room_bytes) // self.batch_bytes:,} steps fit"
+            f" {self.batches_run + max(0, room_bytes) // self.batch_bytes:,} steps fit"
             f"{', and ' + number if number else ''}.{advice}"
         )
 

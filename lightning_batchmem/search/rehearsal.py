@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -65,11 +66,11 @@ def rehearse(
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):
             batches = program.batches_in_training(batch_size)
-            _measure_growth(meter, consecutive, batches, on_any_rank)
+            _measure_growth(meter, consecutive, primary, batches)
         if primary.kept_bytes:
             batches = consecutive.batches_in_epoch()
             number = int(batches) if math.isfinite(batches) else None
-            meter.keep_growth(Growth(primary.kept_bytes, number, has_predictions=True))
+            meter.keep_growth(primary, Growth(primary.kept_bytes, number, has_predictions=True))
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
         with ConsecutiveSteps(meter, evaluation, batch_size) as consecutive:
@@ -80,45 +81,56 @@ def rehearse(
                 in_epoch = program.batches_in_epoch(batch_size)
                 epochs = program.batches_in_training(batch_size) / max(1.0, in_epoch)
                 batches = consecutive.batches_in_epoch() * max(1.0, epochs)
-                _measure_growth(meter, consecutive, batches, on_any_rank)
+                _measure_growth(meter, consecutive, evaluation, batches)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
         # No epoch follows that of an evaluation.
         _run(meter, primary, batch_size, 1)
 
 
-def _measure_growth(
+def falls_at_epoch_end(
     meter: TrialMeter,
-    consecutive: ConsecutiveSteps,
-    batches: float,
-    on_any_rank: Callable[[bool], bool],
-) -> None:
-    """Measure what equal steps keep, and whether the end of an epoch frees it.
+    steps: Steps,
+    batch_size: int,
+    growth: Growth | None,
+    watched: Callable[[], AbstractContextManager[None]],
+) -> bool:
+    """Whether most of what equal steps keep is freed before the next epoch.
+
+    Hooks between two epochs may need all ranks, so they call this together, also those on which
+    nothing grows.
 
     Args:
-        meter: reads the steps.
-        consecutive: the steps.
-        batches: batches over which it adds up, unless the end of an epoch frees it.
-        on_any_rank: as in :func:`rehearse`: hooks at the end of an epoch may need all ranks.
+        meter: reads the steps of the program, which has just been restarted.
+        steps: the steps.
+        batch_size: samples in each batch.
+        growth: what they keep on this rank.
+        watched: makes a context for steps, which ranks take together or alone.
     """
+    end_bytes = []
+    for count in (GROWTH_STEPS, 1):
+        with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
+            with watched():
+                last = consecutive.run_equal(count)[-1]
+            end_bytes.append(last.end_bytes or 0)
+            value_or_none("Memory after the end of an epoch", consecutive.end_epoch)
+    if growth is None:
+        return False
+    kept_bytes = GROWTH_STEPS * len(last.calls) * growth.batch_bytes
+    return 2 * (end_bytes[0] - end_bytes[1]) > kept_bytes
+
+
+def _measure_growth(
+    meter: TrialMeter, consecutive: ConsecutiveSteps, steps: Steps, batches: float
+) -> None:
+    """Measure what equal steps keep, which adds up over these batches."""
     readings = consecutive.run_equal(GROWTH_STEPS)
     step_bytes = growth_bytes(readings)
-    end_bytes = readings[-1].end_bytes
-    if not on_any_rank(step_bytes > 0):
-        return
-    value_or_none("Memory after the end of an epoch", consecutive.end_epoch)
-    if step_bytes == 0 or end_bytes is None:
-        return
-    freed_bytes = end_bytes - (meter.end_bytes() or 0)
-    # Most of what these steps have kept, at least.
-    falls = 2 * freed_bytes > GROWTH_STEPS * step_bytes
-    batches = consecutive.batches_in_epoch() if falls else batches
-    growth = Growth(
-        -(-step_bytes // len(readings[-1].calls)),
-        int(batches) if math.isfinite(batches) else None,
-        falls,
-    )
-    meter.keep_growth(growth)
+    if step_bytes > 0:
+        batch_bytes = -(-step_bytes // len(readings[-1].calls))
+        number = int(batches) if math.isfinite(batches) else None
+        growth = Growth(batch_bytes, number, batches_run=consecutive.num_calls)
+        meter.keep_growth(steps, growth)
 
 
 def _run(meter: TrialMeter, steps: Steps, batch_size: int, count: int) -> None:

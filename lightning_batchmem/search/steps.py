@@ -29,6 +29,12 @@ class ConsecutiveSteps:
         self._steps = steps
         self._batch_size = batch_size
         self._calls = 1
+        self._num_before = len(meter.readings)
+
+    @property
+    def num_calls(self) -> int:
+        """How often the program has run since the begin."""
+        return self._calls * (len(self._meter.readings) - self._num_before)
 
     def __enter__(self) -> ConsecutiveSteps:
         self._calls = self._steps.begin(self._batch_size)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
+from lightning_batchmem.plan.records import Growth, Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
-from lightning_batchmem.search.program import Program
+from lightning_batchmem.search.program import Program, Steps
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.readings import (
     StepReading,
@@ -28,7 +30,7 @@ from lightning_batchmem.search.readings import (
     num_samples,
     phase_peak_bytes,
 )
-from lightning_batchmem.search.rehearsal import rehearse
+from lightning_batchmem.search.rehearsal import falls_at_epoch_end, rehearse
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
 
 LIVE_BYTES_NOT_COUNTED = (
@@ -67,6 +69,15 @@ class TrialRunner:
 
         Errors of the user's code are raised; out of memory is an outcome.
         """
+        trial, growths = self._run(kind, batch_size, limits)
+        if kind == "probe":
+            return trial
+        return replace(trial, growth=self._growth(trial, growths, limits))
+
+    def _run(
+        self, kind: TrialKind, batch_size: int, limits: SearchLimits
+    ) -> tuple[Trial, dict[Steps, Growth]]:
+        """Run a trial; with what equal steps of each kind keep."""
         is_collective = limits.steps_are_collective
         try:
             meter = self._restarted(batch_size, self._before_step)
@@ -75,7 +86,7 @@ class TrialRunner:
             if not is_out_of_memory(error) or is_collective:
                 raise
             text = self._ranks.named(release_traceback(error))
-            return Trial(batch_size, "out_of_memory", {}, kind, error=text)
+            return Trial(batch_size, "out_of_memory", {}, kind, error=text), {}
         limit: AbstractContextManager[object] = nullcontext()
         if not is_collective:
             limit = self._device.limit_enforced(limits.limit_bytes)
@@ -102,7 +113,31 @@ class TrialRunner:
         trial = self._measured(kind, batch_size, limits, meter)
         if outcome == "ok":
             outcome = _outcome(trial, limits, meter.readings, is_limit_enforced=is_limit_enforced)
-        return replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
+        trial = replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
+        return trial, meter.growths
+
+    def _growth(
+        self, trial: Trial, growths: dict[Steps, Growth], limits: SearchLimits
+    ) -> Growth | None:
+        """What equal steps keep, of the kind that keeps the most in the end."""
+        for steps in (self._program.training, self._program.evaluation):
+            if steps is None:
+                continue
+            growth = growths.get(steps)
+            of_ranks = self._ranks.exchange((trial.outcome, growth is not None))
+            if any(outcome == "out_of_memory" for outcome, _ in of_ranks):
+                break
+            if not any(grows for _, grows in of_ranks):
+                continue
+            size = trial.batch_size
+            meter = self._restarted(size, self._before_step)
+            watched = partial(self._watched_steps, size, limits.steps_are_collective)
+            falls = falls_at_epoch_end(meter, steps, size, growth, watched)
+            if growth is not None and falls:
+                batches = steps.batches_in_epoch(size)
+                number = int(batches) if math.isfinite(batches) else None
+                growths[steps] = replace(growth, batches=number, falls_at_epoch_end=True)
+        return max(growths.values(), key=lambda growth: growth.total_bytes, default=None)
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.
@@ -219,7 +254,6 @@ class TrialRunner:
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
             samples_run=num_samples(readings),
-            growth=meter.growth,
             notes=tuple(notes),
         )
 

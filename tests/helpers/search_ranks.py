@@ -48,6 +48,7 @@ class Net(LightningModule):
         )
         if case.get("unfreezes") == "later":
             self.layers[0].requires_grad_(False)
+        self.kept = []
 
     def configure_model(self):
         if "fsdp2" in self.case.get("strategy", ""):
@@ -73,7 +74,25 @@ class Net(LightningModule):
         errors = {"ValueError": ValueError, "OutOfMemoryError": torch.cuda.OutOfMemoryError}
         raise errors[fails["error"]]("made up")
 
+    def keep(self, stage):
+        """Keep a MiB of each step of a stage, on one rank only."""
+        if self.case.get("keeps") == [stage, self.global_rank]:
+            self.kept.append(torch.ones(MIB // 4))
+
+    def forget(self, stage):
+        """Exchange something at the end of an epoch, and forget what was kept."""
+        if self.case.get("keeps", [""])[0] == stage:
+            torch.distributed.all_reduce(torch.ones(1))
+            self.kept.clear()
+
+    def on_train_epoch_end(self):
+        self.forget("training")
+
+    def on_validation_epoch_end(self):
+        self.forget("validation")
+
     def training_step(self, batch, batch_idx):
+        self.keep("training")
         self.use_memory(len(batch[0]))
         self.fail("forward")
         loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -98,6 +117,7 @@ class Net(LightningModule):
             device.free()
 
     def validation_step(self, batch, batch_idx):
+        self.keep("validation")
         self.use_memory(len(batch[0]))
         self.log(
             "val/loss", nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True

@@ -76,6 +76,28 @@ def test_what_an_epoch_frees_counts_for_an_epoch(search, device):
     assert plan.verified
 
 
+class ClearsFirst(Keeping):
+    """The begin of an epoch frees what the steps of the last one kept."""
+
+    def on_train_epoch_start(self):
+        self.kept.clear()
+        self.keep(0)
+
+
+def test_what_the_next_epoch_frees_counts_for_an_epoch(search, device):
+    plan = search(ClearsFirst(device, MIB), max_epochs=40, max_steps=-1, limit_train_batches=9)
+    growth = plan.trials[-1].growth
+    assert (growth.falls_at_epoch_end, growth.batches) == (True, 9)
+    assert plan.verified
+
+
+def test_there_was_room_for_what_the_trial_kept():
+    growth = Growth(MIB, 10, batches_run=8)
+    assert growth.fits(2 * MIB)
+    assert not growth.fits(2 * MIB - 1)
+    assert "about 10 steps fit, and the training has 10." in growth.note(2 * MIB)
+
+
 def test_a_hook_that_needs_a_whole_epoch_does_not_end_the_search(search, device):
     with pytest.warns(UserWarning, match="Memory after the end of an epoch cannot be read"):
         plan = search(Keeping(device, MIB, fails=True), max_steps=1)
@@ -139,5 +161,5 @@ def test_what_the_end_of_a_validation_frees_counts_for_its_batches(search, devic
     module = KeepsInValidation(device, 0)
     plan = search(module, options={"max_batch_size": 64}, max_epochs=50, limit_train_batches=1)
     growth = plan.trials[-1].growth
-    assert growth == Growth(MIB, 10, falls_at_epoch_end=True)
+    assert growth == Growth(MIB, 10, falls_at_epoch_end=True, batches_run=7)
     assert plan.verified

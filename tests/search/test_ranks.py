@@ -99,6 +99,14 @@ TWO_RANKS = {
         f"unfrozen by {how}": {"unfreezes": how, "trainer": {"max_steps": -1, "max_epochs": 2}}
         for how in ("callback", "later")
     },
+    **{
+        f"rank {rank} keeps in {stage}": {
+            "keeps": [stage, rank],
+            "trainer": {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 10},
+            **UP_TO_24,
+        }
+        for stage, rank in (("training", 0), ("validation", 1))
+    },
     "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
     "ddp with views": {
         "ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
@@ -177,6 +185,21 @@ def test_a_size_for_a_later_state_is_one_on_all_ranks(seen, how):
     assert 0.9 < plan["batch_size"] / filling <= 0.97
     assert plan["verified"]
     assert plan["state"]
+
+
+@pytest.mark.parametrize(
+    ("case", "batches"), [("rank 0 keeps in training", 13), ("rank 1 keeps in validation", 10)]
+)
+def test_what_only_one_rank_keeps_falls_at_the_end_of_an_epoch_of_all(seen, case, batches):
+    plan = same_plan(seen[case])
+    assert plan["trials"][-1]["growth"] == {
+        "batch_bytes": MIB,
+        "batches": batches,
+        "falls_at_epoch_end": True,
+        "has_predictions": False,
+        "batches_run": 12 if "training" in case else 9,
+    }
+    assert plan["verified"]
 
 
 def same_plan(of_ranks):
