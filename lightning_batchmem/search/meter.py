@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.optimizers import state_tensors
 from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
@@ -168,8 +170,12 @@ class TrialMeter:
 
 def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     """A counter that begins with the tensors of the module, and with this many other bytes."""
+    module = program.module
     counter = LiveStorages(other_bytes)
-    counter.track([*program.module.parameters(), *program.module.buffers()])
+    counter.track([*module.parameters(), *module.buffers()])
+    # Steps may fill a memory bank that none of them reads.
+    attributes = [attributes_of(part) for part in module.modules()]
+    counter.track(value_or_none("The attributes of a module", tree_leaves, attributes) or ())
     return counter
 
 

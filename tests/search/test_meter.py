@@ -59,3 +59,11 @@ def test_steps_repeat_once_the_warm_up_has_ended(meter):
     with ConsecutiveSteps(meter, meter.program.primary, 1) as consecutive:
         consecutive.run(2)
     assert [one.is_repeated for one in meter.readings] == [False, False, True, False, True]
+
+
+def test_a_memory_bank_that_no_step_reads_is_live(device):
+    device.as_host()
+    program = FakeProgram(device, lambda size: size)
+    start_bytes = TrialMeter(program, device, 0).start_bytes
+    program.module.bank = {"rows": [torch.ones(100)], "names": ["row"]}
+    assert TrialMeter(program, device, 0).start_bytes == start_bytes + 400
