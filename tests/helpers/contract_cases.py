@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import multiprocessing
 import random
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +24,7 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     EarlyStopping,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -40,6 +43,7 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
+from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_batchmem import OomGuard
@@ -718,6 +722,168 @@ class InTwoSteps(BaseFinetuning):
         optimizer.add_param_group({"params": list(layer.parameters())})
 
 
+class FreezesAgain(InTwoSteps):
+    """Trains the backbone in the first epoch only."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 0:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+        else:
+            self.freeze(pl_module.backbone)
+
+
+class Narrow(Noisy):
+    """Samples of which only the first features are there."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x[: self.features], y
+
+
+class Resolution(Net):
+    """The samples of each epoch have more features."""
+
+    forced = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        features = self.forced or 3 * (1 + self.trainer.current_epoch)
+        return shuffled(self.batch_size, Narrow(features))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.history.append(x.shape[1])
+        x = nn.functional.pad(x, (0, 6 - x.shape[1]))
+        return super().training_step([x, y], batch_idx)
+
+
+def all_features(trainer: Trainer, module: Any) -> None:
+    module.forced = 6
+
+
+class Rollout(Net):
+    """Each epoch has a longer rollout; the last one has a teacher, and another layer.
+
+    A hook of the module adds the layer to the optimizer, and copies the teacher.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.cell = nn.Linear(6, 6)
+        self.rollout = 1
+        self.teacher: nn.Module | None = None
+
+    def lengthen(self) -> None:
+        self.rollout = 3
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.cell).requires_grad_(False)
+            self.extra = nn.Linear(6, 6, device=self.device)
+            optimizer: Any = self.optimizers()
+            group = {"params": list(self.extra.parameters())}
+            optimizer.optimizer.add_param_group(group)
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 1:
+            self.lengthen()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for _ in range(self.rollout):
+            x = self.cell(x).tanh()
+        if self.teacher is None:
+            return super().training_step([x, y], batch_idx)
+        with torch.no_grad():
+            for own, taught in zip(self.cell.parameters(), self.teacher.parameters(), strict=True):
+                taught.lerp_(own, 0.1)
+        loss = super().training_step([self.extra(x), y], batch_idx)
+        return loss + (self.teacher(batch[0]) - x).square().mean()
+
+
+def longest_rollout(trainer: Trainer, module: Any) -> None:
+    # The search calls it before there is an optimizer too.
+    if trainer.optimizers:
+        module.lengthen()
+
+
+class LateCritic(Adversarial):
+    """The critic begins in the second epoch."""
+
+    has_critic = False
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.has_critic = self.current_epoch > 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.has_critic:
+            super().training_step(batch, batch_idx)
+            return
+        x, y = batch
+        first, _ = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.layers(x), y))
+        first.step()
+
+
+def with_critic(trainer: Trainer, module: Any) -> None:
+    module.has_critic = True
+
+
+class Replays(Net):
+    """Keeps batches, their losses and all scores, and trains on a drawn batch too."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.buffer: deque[Tensor] = deque(maxlen=5)
+        self.losses: list[Tensor] = []
+        # A stub of a device computes no values, and they could be NaN.
+        self.scores = CatMetric(nan_strategy=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.buffer.append(batch[0])
+        self.losses.append(loss.detach())
+        scores = self.layers(self.buffer[int(torch.randint(len(self.buffer), ()))])
+        self.scores.update(scores.detach().flatten())
+        return loss + scores.square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("scores", self.scores.compute().mean() + len(self.losses))
+        self.scores.reset()
+        self.losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.scores.update(self.layers(batch[0]).flatten())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_scores", self.scores.compute().mean())
+
+
+def full_buffer(trainer: Trainer, module: Any) -> None:
+    module.buffer.extend(torch.ones(5, module.batch_size, 6, device=module.device))
+
+
+class Adapted(Net):
+    """Low-rank adapters beside a frozen layer."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.layers[0].requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step([x + self.adapter(x), y], batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(one for one in self.parameters() if one.requires_grad)
+
+
 @dataclass
 class Case:
     """One way to train: a module for a batch size, what ``fit`` gets, what the Trainer gets."""
@@ -893,6 +1059,20 @@ CASES = {
     ),
     "layers_that_are_unfrozen_in_two_steps": Case(Grows, callbacks=lambda: [InTwoSteps()]),
     "a_later_state": Case(GrowsByHook, finder={"later": full}),
+    "layers_that_are_frozen_again": Case(Grows, callbacks=lambda: [FreezesAgain()]),
+    "more_features_in_each_epoch": Case(
+        Resolution,
+        trainer={"reload_dataloaders_every_n_epochs": 1},
+        finder={"later": all_features},
+    ),
+    "a_longer_rollout_with_another_layer": Case(Rollout, finder={"later": longest_rollout}),
+    "a_critic_that_begins_later": Case(LateCritic, finder={"later": with_critic}),
+    "a_replay_buffer_and_a_metric_that_keeps_all": Case(Replays, finder={"later": full_buffer}),
+    "what_grows_in_the_first_state": Case(Replays),
+    "adapters_beside_frozen_layers": Case(Adapted),
+    "accumulation_that_changes": Case(
+        Net, callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]
+    ),
     "a_callback_whose_state_begins_in_training": Case(Net, callbacks=lambda: [Saves()]),
     "buffers_that_steps_resize": Case(Quantized),
     "optimizers_of_its_own": Case(OwnOptimizers, trainer={"max_epochs": 1}),
