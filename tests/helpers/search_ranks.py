@@ -83,7 +83,7 @@ class Net(LightningModule):
         """Exchange something at the end of an epoch, and forget what was kept."""
         if self.case.get("keeps", [""])[0] == stage:
             torch.distributed.all_reduce(torch.ones(1))
-            self.kept.clear()
+            self.kept = []
 
     def on_train_epoch_end(self):
         self.forget("training")

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Growth
-from tests.helpers.lawful import MIB, Lawful, found_size, loader
+from tests.helpers.lawful import MIB, Lawful, found_size, loader, quiet_trainer
 
 FIXED = 99 * MIB
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -89,6 +90,37 @@ def test_what_the_next_epoch_frees_counts_for_an_epoch(search, device):
     growth = plan.trials[-1].growth
     assert (growth.falls_at_epoch_end, growth.batches) == (True, 9)
     assert plan.verified
+
+
+class Replaces(LightningModule):
+    """Keeps a MiB of each step, in a list that the end of an epoch replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 2
+        self.layer = torch.nn.Linear(1, 1)
+        self.kept = []
+
+    def training_step(self, batch, batch_idx):
+        self.kept.append(torch.ones(MIB // 4))
+        return self.layer(batch[0]).mean()
+
+    def on_train_epoch_end(self):
+        self.kept = []
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+    def train_dataloader(self):
+        return loader(self.batch_size, 64)
+
+
+def test_a_list_that_is_replaced_is_freed():
+    finder = BatchFinder(max_batch_size=8)
+    quiet_trainer(finder, max_epochs=20).fit(Replaces())
+    growth = finder.plan.trials[-1].growth
+    assert (growth.batch_bytes, growth.batches) == (MIB, 8)
+    assert growth.falls_at_epoch_end
 
 
 def test_there_was_room_for_what_the_trial_kept():
