@@ -85,9 +85,10 @@ class Growth:
 
     def fits(self, room_bytes: int) -> bool:
         """Whether there is room for all of it; never known of an unknown number of batches."""
-        if self.batches is None:
-            return False
-        return (self.batches - self.batches_run) * self.batch_bytes <= room_bytes
+        return (
+            self.batches is not None
+            and (self.batches - self.batches_run) * self.batch_bytes <= room_bytes
+        )
 
     def note(self, room_bytes: int) -> str:
         """A sentence for a plan whose rehearsal left this much room."""

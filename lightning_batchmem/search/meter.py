@@ -118,9 +118,8 @@ class TrialMeter:
 
     def keep_growth(self, steps: Steps, growth: Growth) -> None:
         """Keep what equal steps of a kind add, at most."""
-        known = self.growths.get(steps)
-        if known is None or growth.total_bytes > known.total_bytes:
-            self.growths[steps] = growth
+        known = self.growths.get(steps, growth)
+        self.growths[steps] = max(known, growth, key=lambda one: one.total_bytes)
 
     def keep(self, reading: StepReading) -> None:
         """Keep the reading of a full step."""
@@ -170,11 +169,10 @@ class TrialMeter:
 
 def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     """A counter that begins with the tensors of the module, and with this many other bytes."""
-    module = program.module
     counter = LiveStorages(other_bytes)
-    counter.track([*module.parameters(), *module.buffers()])
+    counter.track([*program.module.parameters(), *program.module.buffers()])
     # Steps may fill a memory bank that none of them reads.
-    attributes = [attributes_of(part) for part in module.modules()]
+    attributes = list(map(attributes_of, program.module.modules()))
     counter.track(value_or_none("The attributes of a module", tree_leaves, attributes) or ())
     return counter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -68,8 +69,7 @@ def rehearse(
             batches = program.batches_in_training(batch_size)
             _measure_growth(meter, consecutive, primary, batches)
         if primary.kept_bytes:
-            batches = consecutive.batches_in_epoch()
-            number = int(batches) if math.isfinite(batches) else None
+            number = _number(primary.batches_in_epoch(batch_size))
             meter.keep_growth(primary, Growth(primary.kept_bytes, number, has_predictions=True))
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
@@ -80,7 +80,7 @@ def rehearse(
                 # An evaluation follows each epoch.
                 in_epoch = program.batches_in_epoch(batch_size)
                 epochs = program.batches_in_training(batch_size) / max(1.0, in_epoch)
-                batches = consecutive.batches_in_epoch() * max(1.0, epochs)
+                batches = evaluation.batches_in_epoch(batch_size) * max(1.0, epochs)
                 _measure_growth(meter, consecutive, evaluation, batches)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
@@ -88,14 +88,14 @@ def rehearse(
         _run(meter, primary, batch_size, 1)
 
 
-def falls_at_epoch_end(
+def growth_over_epochs(
     meter: TrialMeter,
     steps: Steps,
     batch_size: int,
     growth: Growth | None,
     watched: Callable[[], AbstractContextManager[None]],
-) -> bool:
-    """Whether most of what equal steps keep is freed before the next epoch.
+) -> Growth | None:
+    """What equal steps keep, over an epoch if most of it is freed before the next one.
 
     Hooks between two epochs may need all ranks, so they call this together, also those on which
     nothing grows.
@@ -114,11 +114,13 @@ def falls_at_epoch_end(
             with watched():
                 last = consecutive.run_equal(count)[-1]
             end_bytes.append(last.end_bytes or 0)
-            value_or_none("Memory after the end of an epoch", consecutive.end_epoch)
-    if growth is None:
-        return False
-    kept_bytes = GROWTH_STEPS * len(last.calls) * growth.batch_bytes
-    return 2 * (end_bytes[1] - end_bytes[2]) > kept_bytes
+            value_or_none("Memory after the end of an epoch", steps.end_epoch)
+    if growth is not None:
+        kept_bytes = GROWTH_STEPS * len(last.calls) * growth.batch_bytes
+        if 2 * (end_bytes[1] - end_bytes[2]) > kept_bytes:
+            batches = _number(steps.batches_in_epoch(batch_size))
+            return replace(growth, batches=batches, falls_at_epoch_end=True)
+    return growth
 
 
 def _measure_growth(
@@ -129,9 +131,12 @@ def _measure_growth(
     step_bytes = growth_bytes(readings)
     if step_bytes > 0:
         batch_bytes = -(-step_bytes // len(readings[-1].calls))
-        number = int(batches) if math.isfinite(batches) else None
-        growth = Growth(batch_bytes, number, batches_run=consecutive.num_calls)
+        growth = Growth(batch_bytes, _number(batches), batches_run=consecutive.num_calls)
         meter.keep_growth(steps, growth)
+
+
+def _number(batches: float) -> int | None:
+    return int(batches) if math.isfinite(batches) else None
 
 
 def _run(meter: TrialMeter, steps: Steps, batch_size: int, count: int) -> None:

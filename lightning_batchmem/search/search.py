@@ -154,15 +154,16 @@ class BatchSizeSearch:
 
     def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[str]]:
         """The chosen size, verified only if what grows in its steps fits too, and a note of it."""
-        limit_bytes = self._limits.limit_bytes
-        of_size = [t for t in self._trials if t.batch_size == chosen.batch_size]
-        for trial in of_size:
+        for trial in self._trials:
             growth = trial.growth
-            if growth is None:
+            if growth is None or trial.batch_size != chosen.batch_size:
                 continue
-            room_bytes = limit_bytes - trial.needed_bytes
-            whole_bytes = limit_bytes
-            if growth.has_predictions and not self._limits.is_host:
+            whole_bytes = self._limits.limit_bytes
+            room_bytes = whole_bytes - max(trial.needed_bytes, trial.held_bytes)
+            if self._limits.is_host:
+                # The process may hold several bytes for each live one.
+                room_bytes = int(self._policy.host_share * room_bytes)
+            elif growth.has_predictions:
                 # Lightning keeps predictions on the host.
                 whole_bytes = room_bytes = min(self._ranks.exchange(self._room.free_host_bytes()))
             if growth.total_bytes > GROWTH_SHARE * whole_bytes:
@@ -199,7 +200,10 @@ class BatchSizeSearch:
     def _run(self, step: NextSize) -> Trial:
         """Run a trial on all ranks, of which the worst counts."""
         self._progress.begin_trial(step, self._trials)
-        own_trial = self._runner.run(step.kind, step.batch_size, self._limits)
+        own_trial, growths = self._runner.run(step.kind, step.batch_size, self._limits)
+        if step.kind == "rehearsal":
+            growth = self._runner.growth(own_trial, growths, self._limits)
+            own_trial = replace(own_trial, growth=growth)
         trial = self._ranks.worst_of(own_trial)
         self._progress.measured(trial)
         self._trials = (*self._trials, trial)

@@ -29,12 +29,8 @@ class ConsecutiveSteps:
         self._steps = steps
         self._batch_size = batch_size
         self._calls = 1
-        self._num_before = len(meter.readings)
-
-    @property
-    def num_calls(self) -> int:
-        """How often the program has run since the begin."""
-        return self._calls * (len(self._meter.readings) - self._num_before)
+        # How often the program has run in these steps.
+        self.num_calls = 0
 
     def __enter__(self) -> ConsecutiveSteps:
         self._calls = self._steps.begin(self._batch_size)
@@ -77,10 +73,6 @@ class ConsecutiveSteps:
         for number in range(self._steps.num_other_batches):
             self._step(number, other_lengths=True)
 
-    def run_once(self) -> None:
-        """Run a step whose peaks and times count."""
-        self._step(0, has_times=True)
-
     def run_timed(self, count: int, seconds: float) -> None:
         """Run steps whose peaks and times count.
 
@@ -111,14 +103,6 @@ class ConsecutiveSteps:
             for _ in range(count):
                 readings.append(self._step(0, counter=counter))
         return readings
-
-    def end_epoch(self) -> None:
-        """Run what follows an epoch."""
-        self._steps.end_epoch()
-
-    def batches_in_epoch(self) -> float:
-        """Batches of an epoch; ``inf`` where they are unknown."""
-        return self._steps.batches_in_epoch(self._batch_size)
 
     def measure_live_bytes(self) -> list[StepReading]:
         """Count live bytes with a dispatch mode, unless the device counts them itself."""
@@ -164,6 +148,7 @@ class ConsecutiveSteps:
                 meter.device.synchronize()
                 begin = time.perf_counter()
                 steps.run()
+                self.num_calls += 1
                 meter.device.synchronize()
                 calls.append(meter.end_call(time.perf_counter() - begin, counter))
             after = meter.device.counters()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,7 +29,7 @@ from lightning_batchmem.search.readings import (
     num_samples,
     phase_peak_bytes,
 )
-from lightning_batchmem.search.rehearsal import falls_at_epoch_end, rehearse
+from lightning_batchmem.search.rehearsal import growth_over_epochs, rehearse
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
 
 LIVE_BYTES_NOT_COUNTED = (
@@ -64,20 +63,14 @@ class TrialRunner:
         self._before_step = before_step
         self._other_bytes = other_bytes_at_start(program, device)
 
-    def run(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
-        """Run a trial from the state in which training starts, under the limit.
-
-        Errors of the user's code are raised; out of memory is an outcome.
-        """
-        trial, growths = self._run(kind, batch_size, limits)
-        if kind == "probe":
-            return trial
-        return replace(trial, growth=self._growth(trial, growths, limits))
-
-    def _run(
+    def run(
         self, kind: TrialKind, batch_size: int, limits: SearchLimits
     ) -> tuple[Trial, dict[Steps, Growth]]:
-        """Run a trial; with what equal steps of each kind keep."""
+        """Run a trial from the state in which training starts, under the limit.
+
+        Errors of the user's code are raised; out of memory is an outcome. What equal steps of each
+        kind keep is returned too.
+        """
         is_collective = limits.steps_are_collective
         try:
             meter = self._restarted(batch_size, self._before_step)
@@ -116,28 +109,23 @@ class TrialRunner:
         trial = replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
         return trial, meter.growths
 
-    def _growth(
+    def growth(
         self, trial: Trial, growths: dict[Steps, Growth], limits: SearchLimits
     ) -> Growth | None:
         """What equal steps keep, of the kind that keeps the most in the end."""
-        for steps in (self._program.training, self._program.evaluation):
-            if steps is None:
-                continue
+        counted = []
+        for steps in filter(None, (self._program.training, self._program.evaluation)):
             growth = growths.get(steps)
-            of_ranks = self._ranks.exchange((trial.outcome, growth is not None))
-            if any(outcome == "out_of_memory" for outcome, _ in of_ranks):
-                break
-            if not any(grows for _, grows in of_ranks):
-                continue
-            size = trial.batch_size
-            meter = self._restarted(size, self._before_step)
-            watched = partial(self._watched_steps, size, limits.steps_are_collective)
-            falls = falls_at_epoch_end(meter, steps, size, growth, watched)
-            if growth is not None and falls:
-                batches = steps.batches_in_epoch(size)
-                number = int(batches) if math.isfinite(batches) else None
-                growths[steps] = replace(growth, batches=number, falls_at_epoch_end=True)
-        return max(growths.values(), key=lambda growth: growth.total_bytes, default=None)
+            of_ranks = self._ranks.exchange((growth is not None, trial.outcome == "out_of_memory"))
+            grows, has_failed = map(any, zip(*of_ranks, strict=True))
+            if grows and not has_failed:
+                size = trial.batch_size
+                meter = self._restarted(size, self._before_step)
+                watched = partial(self._watched_steps, size, limits.steps_are_collective)
+                growth = growth_over_epochs(meter, steps, size, growth, watched)
+            if growth is not None:
+                counted.append(growth)
+        return max(counted, key=lambda growth: growth.total_bytes, default=None)
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.
@@ -200,7 +188,7 @@ class TrialRunner:
                     seconds = policy.timed_seconds if self._ranks.size == 1 else 0.0
                     consecutive.run_timed(policy.timed_steps, seconds)
                 else:
-                    consecutive.run_once()
+                    consecutive.run_timed(1, 0.0)
                 consecutive.run_others()
                 consecutive.measure_live_bytes()
             if steps is self._program.primary:

@@ -307,7 +307,7 @@ def _run_case(case, directory, ranks):
     seed_everything(7, verbose=False)
     options = {"min_steps_per_epoch": None, **case.get("finder", {})}
     if case.get("unfreezes") == "later":
-        options["later"] = unfreeze
+        options["later"] = case.get("later", unfreeze)
     # Only the first rank can read the file of the plan.
     if case.get("reuses"):
         options["plan"] = directory / ("plan.txt" if rank == 0 else "none")

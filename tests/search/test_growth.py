@@ -63,6 +63,24 @@ def test_a_plan_is_verified_if_what_grows_fits_too(search, device, steps, is_ver
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize(("steps", "is_verified"), [(40, True), (50, False)])
+def test_what_grows_on_the_host_gets_a_share_of_the_room(search, device, steps, is_verified):
+    device.as_host()
+    # The device cannot count live bytes, so what it holds stands in for them.
+    device.reports_requested_bytes = True
+    plan = search(
+        Keeping(device, 2 * MIB, frees=True),
+        options={"memory_limit": 499 * MIB},
+        max_steps=-1,
+        max_epochs=1,
+        limit_train_batches=steps,
+    )
+    trial = plan.trials[-1]
+    room = 499 * MIB - trial.held_bytes
+    assert (trial.growth.batches_run + 0.25 * room / (2 * MIB) >= steps) == is_verified
+    assert plan.verified == is_verified
+
+
 def test_a_list_of_losses_is_not_named(search, device):
     plan = search(Keeping(device, 512), max_steps=1)
     assert plan.verified

@@ -99,13 +99,20 @@ TWO_RANKS = {
         f"unfrozen by {how}": {"unfreezes": how, "trainer": {"max_steps": -1, "max_epochs": 2}}
         for how in ("callback", "later")
     },
+    "unfrozen by a text": {
+        "unfreezes": "later",
+        "later": "tests.helpers.search_ranks:unfreeze",
+        "trainer": {"max_steps": -1, "max_epochs": 2},
+    },
     **{
-        f"rank {rank} keeps in {stage}": {
+        f"rank {rank} keeps in {stage}{', collectives' if collectives else ''}": {
             "keeps": [stage, rank],
+            "collectives": collectives,
             "trainer": {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 10},
             **UP_TO_24,
         }
         for stage, rank in (("training", 0), ("validation", 1))
+        for collectives in (False, True)
     },
     "ddp": {"ddp": {"bucket_cap_mb": 0.0001}, "trainer": ACCUMULATES, **UP_TO_24},
     "ddp with views": {
@@ -178,7 +185,7 @@ def seen(launch):
     return found
 
 
-@pytest.mark.parametrize("how", ["callback", "later"])
+@pytest.mark.parametrize("how", ["callback", "later", "a text"])
 def test_a_size_for_a_later_state_is_one_on_all_ranks(seen, how):
     plan = same_plan(seen[f"unfrozen by {how}"])
     filling = (plan["limit_bytes"] / MIB - 100) / 2
@@ -190,7 +197,9 @@ def test_a_size_for_a_later_state_is_one_on_all_ranks(seen, how):
 @pytest.mark.parametrize(
     ("case", "batches"), [("rank 0 keeps in training", 13), ("rank 1 keeps in validation", 10)]
 )
-def test_what_only_one_rank_keeps_falls_at_the_end_of_an_epoch_of_all(seen, case, batches):
+@pytest.mark.parametrize("more", ["", ", collectives"])
+def test_what_only_one_rank_keeps_falls_at_the_end_of_an_epoch_of_all(seen, case, batches, more):
+    case += more
     plan = same_plan(seen[case])
     assert plan["trials"][-1]["growth"] == {
         "batch_bytes": MIB,
