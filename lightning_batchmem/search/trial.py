@@ -122,7 +122,14 @@ class TrialRunner:
                 size = trial.batch_size
                 meter = self._restarted(size, self._before_step)
                 watched = partial(self._watched_steps, size, limits.steps_are_collective)
-                growth = growth_over_epochs(meter, steps, size, growth, watched)
+                try:
+                    growth = growth_over_epochs(meter, steps, size, growth, watched)
+                # What hooks do at the end of an epoch is not rehearsed elsewhere. Out of memory has
+                # many types, and every other error is raised again.
+                except Exception as error:
+                    if not is_out_of_memory(error) or limits.steps_are_collective:
+                        raise
+                    release_traceback(error)
             if growth is not None:
                 counted.append(growth)
         return max(counted, key=lambda growth: growth.total_bytes, default=None)

@@ -213,3 +213,26 @@ def test_what_the_end_of_a_validation_frees_counts_for_its_batches(search, devic
     growth = plan.trials[-1].growth
     assert growth == Growth(MIB, 10, falls_at_epoch_end=True, batches_run=7)
     assert plan.verified
+
+
+def test_an_epoch_that_does_not_fit_does_not_end_the_search(search, device):
+    starts = []
+
+    class FailsInTheEnd(Keeping):
+        def on_fit_start(self):
+            # The fake device keeps what the search does not restore.
+            self.keep(0)
+
+        def on_train_start(self):
+            starts.append(1)
+
+        def training_step(self, batch, batch_idx):
+            # The first request of loaders, a probe and a rehearsal come before the epochs.
+            if len(starts) == 4:
+                raise torch.OutOfMemoryError("made up")
+            return super().training_step(batch, batch_idx)
+
+    options = {"min_batch_size": 2, "max_batch_size": 2}
+    plan = search(FailsInTheEnd(device, MIB), options=options, max_steps=1)
+    assert len(starts) == 5
+    assert plan.trials[-1].growth.batch_bytes == MIB
