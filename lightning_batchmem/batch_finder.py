@@ -43,6 +43,7 @@ from lightning_batchmem.plan.options import (
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
+from lightning_batchmem.search.earlier_plan import write_missing_plan
 from lightning_batchmem.search.ranks import Ranks
 
 
@@ -108,7 +109,8 @@ class BatchFinder(Callback):
         search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
             the device or its limit is another one. For runs that resume on another machine.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. For sweeps, which need one search only. If device, limit and number of
+            directory. For sweeps, which need one search only: a file ``"plan.json"`` that is
+            missing is written after the search. If device, limit and number of
             parameters are the same, and its size is allowed, only a rehearsal at its size is run.
             Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
             the reason.
@@ -290,6 +292,8 @@ class BatchFinder(Callback):
                 run.undo.enter_context(search.device_memory.limit_enforced(limit_bytes))
             if saved_plan is None:
                 self._report(trainer, plan)
+                if trainer.is_global_zero:
+                    write_missing_plan(self._given_plan, plan)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

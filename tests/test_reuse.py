@@ -82,6 +82,28 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
         assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_file_that_is_missing_is_written_for_the_next_search(again, device, tmp_path):
+    path = tmp_path / "sweep" / "plan.json"
+    first = again(str(path))
+    assert not any(note.startswith(NOT_USED) for note in first.notes)
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+    assert Plan.from_json(path.read_text()) == first
+    second = again(path)
+    assert second.reason.startswith(f"{FOUND} samples: the size of an earlier plan")
+    # A file that cannot be used stays, and the first note has the reason.
+    module = Lawful(device, law)
+    module.another = torch.nn.Linear(1, 1)
+    third = again(path, module)
+    assert third.notes[0].startswith(f"{NOT_USED}the number of parameters was")
+    assert Plan.from_json(path.read_text()) == first
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(again, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="The plan could not be written to .*plan.json: "):
+        again(tmp_path / "file" / "plan.json")
+
+
 def test_the_size_of_a_simulated_plan_is_rehearsed_on_the_real_device(again, earlier):
     simulated = plan_with(earlier, device="simulated RTX-4090", verified=False, simulated=True)
     plan = again(simulated)

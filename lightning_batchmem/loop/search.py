@@ -16,7 +16,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import parameters_text
+from lightning_batchmem.search.earlier_plan import parameters_text, write_missing_plan
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.search import BatchSizeSearch
@@ -48,6 +48,7 @@ def plan_of_loop(
         plan = _searched(loop, device_memory, options, given_plan)
     if ranks.rank == 0:
         print_or_warn(str(plan) if verbose else plan.short_text())
+        write_missing_plan(given_plan, plan)
     return plan
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,31 @@ LIMIT_TOLERANCE = 0.1
 """Limits are equal if they differ by at most this share: free memory always varies."""
 
 
+def is_missing_plan(given: object) -> bool:
+    """Whether this is the path of a JSON file that does not exist yet."""
+    if not isinstance(given, str | Path):
+        return False
+    return Path(given).suffix == ".json" and not os.path.lexists(given)
+
+
+def write_missing_plan(given: object, plan: Plan) -> None:
+    """Write a verified plan to the file that was given for it, if there is none.
+
+    Several trainings may write it at a time, and each reader sees a whole file. An error is a
+    warning.
+    """
+    if not (plan.verified and is_missing_plan(given)):
+        return
+    path = Path(str(given))
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(plan.to_json(), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        warnings.warn(f"The plan could not be written to {path}: {error}", stacklevel=2)
+
+
 def find_earlier_plan(
     given: Plan | str | Path | None,
     parameters: str,
@@ -34,7 +61,8 @@ def find_earlier_plan(
     """The plan to rehearse, or ``None`` and a note why not; the first rank decides for all.
 
     Args:
-        given: a plan, its file, or a log directory; ``None``: there is none, and no note.
+        given: a plan, its file, or a log directory; without one, or with a file that is still to be
+            written, there is no note.
         parameters: the number of parameters, as in a plan.
         device: the name of the device.
         limit_bytes: the limit of this rank.
@@ -42,12 +70,14 @@ def find_earlier_plan(
     """
     if given is None:
         return None, []
+    # The first run of a sweep has no file, and writes it. The file may belong to the first rank.
+    if ranks.exchange(is_missing_plan(given))[0]:
+        return None, []
     limit_bytes = min(ranks.exchange(limit_bytes))
     plan = None
     try:
         plan = load_plan(given)
     except (OSError, ValueError) as error:
-        # The first run of a sweep usually has no file, so this is no error.
         changes = [f"{given} cannot be read ({error})"]
     else:
         changes = changes_since(plan, device, limit_bytes)
