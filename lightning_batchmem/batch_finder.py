@@ -74,7 +74,8 @@ class BatchFinder(Callback):
             one within 5 % of the best samples per second that were measured. For users who
             want the shortest epoch, and not the largest batch.
         memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
-            as ``"20GiB"``, or a fraction in (0, 1] of what the device can provide to this process.
+            as ``"20GiB"``, or a fraction in (0, 1] (or ``"90%"``) of what the device can provide to
+            this process.
             For a device that others use too, and for a larger size on the host. ``None``, and at
             most: 0.95 of it. On CUDA a limit that is given is enforced on each rank until the
             training ends, where PyTorch's allocator can be limited. On the host the default is all

@@ -28,8 +28,14 @@ UNBOUNDED_MAX_BUDGET = 2**40
 # Decimal units have SI prefixes, and binary units have those of IEC 80000-13.
 _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# As most tools write them.
+_UNIT_BYTES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 _TEXT_LIMIT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]+)\s*")
+_PERCENTAGE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,18})?)\s*%\s*")
+
+# No process holds less than this.
+_LEAST_LIMIT_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class SearchOptions:
             )
         _check_path("batch_arg_name", self.batch_arg_name)
         parse_memory_limit(self.memory_limit, available_bytes=1)
+        _check_not_gib(self.memory_limit)
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
 
@@ -109,25 +116,39 @@ class SearchOptions:
 def parse_memory_limit(memory_limit: object, available_bytes: int) -> int:
     """The limit in bytes.
 
-    A fraction in (0, 1] is a share of ``available_bytes``, and ``None`` is all of them.
+    A fraction in (0, 1], or a percentage, is a share of ``available_bytes``, and ``None`` is all of
+    them.
     """
     if memory_limit is None:
         return available_bytes
     limit_bytes = 0.0
     if isinstance(memory_limit, str):
+        percentage = _PERCENTAGE.fullmatch(memory_limit)
+        if percentage is not None and 0 < float(percentage[1]) <= 100:
+            return int(float(percentage[1]) / 100 * available_bytes)
         limit_bytes = bytes_in(memory_limit)
     elif isinstance(memory_limit, Real) and not isinstance(memory_limit, bool):
         limit_bytes = _plain_number(memory_limit)
-        if isinstance(limit_bytes, float) and 0 < limit_bytes <= 1:
+        if 0 < limit_bytes <= 1:
             return int(limit_bytes * available_bytes)
         # A float such as 2e9 is a whole number. Any other float becomes 0, which is refused below.
         limit_bytes = limit_bytes if limit_bytes % 1 == 0 else 0
     if not 1 <= limit_bytes < 2**63:
         raise ValueError(
-            'memory_limit must be a whole number of bytes, a text such as "20GiB" or a fraction in'
-            f" (0, 1], got {memory_limit!r:.80}"
+            'memory_limit must be a whole number of bytes, a text such as "20GiB" or "90%", or a'
+            f" fraction in (0, 1], got {memory_limit!r:.80}"
         )
     return int(limit_bytes)
+
+
+def _check_not_gib(memory_limit: object) -> None:
+    """Raise a ValueError for a number of bytes that was meant as one of GiB or MiB."""
+    if isinstance(memory_limit, Integral) and 1 < int(memory_limit) <= _LEAST_LIMIT_BYTES:
+        unit = "GiB" if int(memory_limit) <= 1024 else "MiB"
+        raise ValueError(
+            f"memory_limit must be more than {memory_limit:,} bytes, which no process can do with;"
+            f' did you mean "{memory_limit}{unit}"?'
+        )
 
 
 def bytes_in(text: str) -> float:

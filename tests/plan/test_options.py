@@ -24,6 +24,13 @@ BUDGET = 100 * 2**30
         ("500MB", 500 * 10**6),
         (" 64 KiB ", 64 * 2**10),
         ("7 B", 7),
+        ("20G", 20 * 2**30),
+        ("512m", 2**29),
+        ("20GB", 20 * 10**9),
+        ("90%", 90 * 2**30),
+        (" 12.5 % ", BUDGET // 8),
+        # All of it.
+        (1, BUDGET),
         ("1TiB", 2**40),
         (np.int64(7), 7),
         (np.float64(0.5), BUDGET // 2),
@@ -31,6 +38,14 @@ BUDGET = 100 * 2**30
 )
 def test_memory_limit_in_bytes(memory_limit, expected):
     assert parse_memory_limit(memory_limit, BUDGET) == expected
+
+
+@pytest.mark.parametrize(("value", "meant"), [(2, "2GiB"), (20, "20GiB"), (2**20, "1048576MiB")])
+def test_a_number_that_is_no_number_of_bytes_is_refused(value, meant):
+    with pytest.raises(ValueError, match=f'{value:,} bytes, .*; did you mean "{meant}"'):
+        SearchOptions(memory_limit=value)
+    assert SearchOptions(memory_limit=2**20 + 1).memory_limit == 2**20 + 1
+    assert SearchOptions(memory_limit=1).memory_limit == 1
 
 
 @given(st.floats(0.001, 1.0), st.integers(1, 2**45))
@@ -52,6 +67,9 @@ NO_LIMITS = [
     "20 parsecs",
     "-3GiB",
     "0GiB",
+    "0%",
+    "101%",
+    "-5%",
     [],
 ]
 NO_LIMITS += ["9" * 400 + "GB", 10**400, "1e3GB", np.array([1, 2]), torch.tensor(0.5)]
