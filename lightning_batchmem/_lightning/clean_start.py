@@ -6,6 +6,7 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -229,10 +230,20 @@ class CleanStart:
 
     def again(self) -> None:
         """Restore everything, drop gradients, release caches, and enter the state again."""
-        self._undo.close()
-        self._trainer.lightning_module.zero_grad(set_to_none=True)
+        self._leave()
         self._device_memory.release_cached()
         self._enter()
+
+    def again_with_caches(self) -> None:
+        """The same with the caches of the device, as earlier steps have left them."""
+        self._leave()
+        # Optimizers of these steps may be part of a cycle.
+        gc.collect()
+        self._enter()
+
+    def _leave(self) -> None:
+        self._undo.close()
+        self._trainer.lightning_module.zero_grad(set_to_none=True)
 
     def _enter(self) -> None:
         trainer = self._trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +35,7 @@ class TrainerProgram(Program):
         evaluation: the evaluation steps.
         bounds_of_stage: the largest sizes that data and settings allow.
         begin_stage: runs what comes before the first step at a batch size, which hooks may read.
+        later: the program in the later state of the training, made in the same ``clean_start``.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TrainerProgram(Program):
         evaluation: EvaluationSteps | None,
         bounds_of_stage: list[Bound],
         begin_stage: Callable[[int], None],
+        later: TrainerProgram | None = None,
     ) -> None:
         trainer = setting.trainer
         self.module = trainer.lightning_module
@@ -53,6 +56,7 @@ class TrainerProgram(Program):
         self.training = training
         self.evaluation = evaluation
         self._clean_start = clean_start
+        self._again = clean_start.again
         self._setting = setting
         self._sources = sources
         self._bounds = bounds_of_stage
@@ -61,6 +65,8 @@ class TrainerProgram(Program):
         # The search itself accumulates at most two batches.
         if training is not None:
             self.accumulate_grad_batches = trainer.accumulate_grad_batches
+        if later is not None:
+            self.later = later._with_caches()
         self.evaluates_first = bool(trainer.num_sanity_val_steps)
         self.steps_are_collective = steps_are_collective(trainer)
 
@@ -134,7 +140,7 @@ class TrainerProgram(Program):
         self._setting.check_loaders(batch_size, self._all_steps[0].loaders)
 
     def restart(self, batch_size: int) -> None:
-        self._clean_start.again()
+        self._again()
         for source in self._sources:
             source.set_attributes_of_hook()
         self._setting.write(batch_size)
@@ -148,3 +154,9 @@ class TrainerProgram(Program):
             return []
         # A callback may make its state in a hook that has not run yet, or count its calls.
         return [self.module.state_dict(), *(optimizer.state for optimizer in self.optimizers)]
+
+    def _with_caches(self) -> TrainerProgram:
+        """The same program, which keeps the caches of the device in a restart."""
+        program = copy.copy(self)
+        program._again = self._clean_start.again_with_caches
+        return program

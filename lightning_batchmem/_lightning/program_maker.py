@@ -83,9 +83,20 @@ class ProgramMaker:
         return followed_setting(setting, size, clean_start, self.ranks)
 
     def training(
-        self, clean_start: CleanStart, followed: FollowedSetting, state: TrainingState
+        self,
+        clean_start: CleanStart,
+        followed: FollowedSetting,
+        state: TrainingState,
+        later: TrainerProgram | None,
     ) -> TrainerProgram:
-        """The program of the training with its validation."""
+        """The program of the training with its validation.
+
+        Args:
+            clean_start: the state in which the training starts, entered.
+            followed: the setting at a place that the loaders follow.
+            state: the state of the training in which trials run.
+            later: the program in a later state; ``None`` for none.
+        """
         trainer = self.trainer
         setting = followed.setting
         loaders = followed.loaders
@@ -128,6 +139,7 @@ class ProgramMaker:
             evaluation,
             bounds,
             begin_stage,
+            later,
         )
         with noted_errors():
             program.restart(self._first_size)

@@ -47,8 +47,6 @@ _START_TEXT_SIMULATED = "BatchFinder: searching on a simulated GPU"
 class FoundPlan:
     """The plan of a search in one state of a training, and what it was found with.
 
-    It keeps no samples, which would count as other memory of a second search.
-
     Args:
         plan: the plan, without the optimizer steps of the training.
         setting: the place of the size.
@@ -56,6 +54,7 @@ class FoundPlan:
         setup: the optimizer steps of the project.
         epoch: an epoch at the size of the plan.
         why_smaller: why the size is below that of the project; empty if it is not.
+        program: the program of the search; ``None`` where the samples would take memory of trials.
     """
 
     plan: Plan
@@ -64,6 +63,7 @@ class FoundPlan:
     setup: TrainingSetup
     epoch: Epoch
     why_smaller: str
+    program: TrainerProgram | None
 
 
 @dataclass(eq=False)
@@ -171,9 +171,9 @@ class TrainerSearch:
         progress: SearchProgress,
         options: SearchOptions,
         given_plan: Plan | str | Path | None = None,
-        found_plan: Plan | None = None,
+        found: FoundPlan | None = None,
     ) -> FoundPlan:
-        """Search in a state of the training, whose samples and sizes no other state uses."""
+        """Search in a state of the training, after a later one whose size was ``found``."""
         learning_rate = learning_rate_to_scale(setting, options)
         maker = self._maker(options)
         parameters = parameters_text(self.trainer.lightning_module)
@@ -181,13 +181,14 @@ class TrainerSearch:
             followed = maker.followed(setting, clean_start)
             epoch = self._epoch(followed.loaders, followed.project_size or 1)
             setup = training_setup(followed, options, learning_rate, epoch)
-            program = maker.training(clean_start, followed, state)
+            later = None if found is None else found.program
+            program = maker.training(clean_start, followed, state, later)
             with noted_errors(program.batches):
                 plan = self._search_of(program, progress, maker.options).run(
                     device=self._device,
                     parameters=parameters,
                     given_plan=given_plan,
-                    found_plan=found_plan,
+                    found_plan=None if found is None else found.plan,
                     also_size=followed.project_size if self.is_simulated else None,
                 )
         return FoundPlan(
@@ -197,6 +198,7 @@ class TrainerSearch:
             setup,
             self._epoch(followed.loaders, plan.batch_size),
             self._why_smaller(plan, followed.project_size, program),
+            None if self.device_memory.is_host else program,
         )
 
     def _why_smaller(self, plan: Plan, project_size: int | None, program: TrainerProgram) -> str:
@@ -240,15 +242,15 @@ class TrainerSearch:
             clean_start,
             progress,
             replace(self.options, max_batch_size=size),
-            found_plan=found.plan,
+            found=found,
         )
         if at_start.plan.batch_size == size:
             is_verified = found.plan.verified and at_start.plan.verified
             chosen = replace(found.plan.chosen, state=state_text, is_verified=is_verified)
             return replace(found, plan=replace(found.plan, chosen=chosen))
         note = (
-            f"The state in which the training starts limits the size: {state_text},"
-            f" {self.options.unit.size(size)} fit."
+            "The state in which the training starts limits the size, also by the pieces in which it"
+            f" leaves memory: {state_text} alone, {self.options.unit.size(size)} fit."
         )
         of_given_plan = [one for one in found.plan.notes if one.startswith(NOT_USED)]
         notes = (note, *at_start.plan.notes, *of_given_plan)

@@ -116,6 +116,8 @@ class Program:
         steps_are_collective: whether every step needs all ranks.
         accumulate_grad_batches: batches to an optimizer step, as the project sets them; 1 in an
             evaluation.
+        later: the program in a later state of the training, where this one is in the first state;
+            ``None`` for none. Its restarts keep the caches of the device.
     """
 
     phases: PhasePeaks
@@ -126,6 +128,7 @@ class Program:
     evaluates_first = False
     steps_are_collective = False
     accumulate_grad_batches = 1
+    later: Program | None = None
 
     @property
     def primary(self) -> Steps:

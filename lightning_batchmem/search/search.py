@@ -69,6 +69,11 @@ class BatchSizeSearch:
         self._progress = progress
         self._runner = TrialRunner(program, room.device, ranks, policy, progress.begin_step)
         self._limits = search_limits(program, room, options, policy, ranks)
+        # A later state may run out of memory that the first one has left in pieces.
+        self._later_runner: TrialRunner | None = None
+        if program.later is not None and self._limits.catches_errors:
+            later = program.later
+            self._later_runner = TrialRunner(later, room.device, ranks, policy, progress.begin_step)
         # What was run since the search, or the rehearsal of an earlier plan, has begun.
         self._trials: tuple[Trial, ...] = ()
 
@@ -202,12 +207,24 @@ class BatchSizeSearch:
         self._progress.begin_trial(step, self._trials)
         own_trial, growths = self._runner.run(step.kind, step.batch_size, self._limits)
         if step.kind == "rehearsal":
+            own_trial = self._with_later_state(own_trial)
             growth = self._runner.growth(own_trial, growths, self._limits)
             own_trial = replace(own_trial, growth=growth)
         trial = self._ranks.worst_of(own_trial)
         self._progress.measured(trial)
         self._trials = (*self._trials, trial)
         return trial
+
+    def _with_later_state(self, own_trial: Trial) -> Trial:
+        """The worst of a rehearsal and one in the later state, with what the first leaves."""
+        later = self._later_runner
+        if later is None:
+            return own_trial
+        outcomes = self._ranks.exchange(own_trial.outcome)
+        if any(outcome != "ok" for outcome in outcomes):
+            return own_trial
+        later_trial, _ = later.run("rehearsal", own_trial.batch_size, self._limits)
+        return Trial.worst_of([own_trial, later_trial])
 
     def _find_collectives(self, batch_size: int) -> None:
         """Before the first trial, find out whether the user's own steps need all ranks."""

