@@ -28,7 +28,12 @@ from lightning_batchmem._lightning.packages import warn_of_untested_torch
 from lightning_batchmem._lightning.size_setting import batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
-from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run, set_callbacks
+from lightning_batchmem._lightning.trainer_state import (
+    callbacks_of,
+    is_fast_dev_run,
+    set_callbacks,
+    trains_no_more,
+)
 from lightning_batchmem._lightning.training_state import Later, later_function
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
@@ -246,8 +251,7 @@ class BatchFinder(Callback):
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
-        # With any of these at 0 there is no training.
-        if 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches):
+        if trains_no_more(trainer):
             return
         options = self.options
         # Settings, files and the user's hooks may differ between ranks, so one rank may fail alone.

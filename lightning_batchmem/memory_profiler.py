@@ -186,7 +186,8 @@ class MemoryProfiler(Callback):
                 )
             elif not is_without_files:
                 try:
-                    make_log_dir(Path(log_dir))
+                    # A folder of our own is made with the first file.
+                    make_log_dir(Path(log_dir if trainer.loggers else trainer.default_root_dir))
                 except OSError as error:
                     if not self._options.is_optional:
                         raise
@@ -291,6 +292,8 @@ class MemoryProfiler(Callback):
         folder = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             try:
+                if not trainer.loggers:
+                    self._log_dir.mkdir(parents=True, exist_ok=True)
                 folder = RunFolder(self._log_dir)
             # The directory could be written in setup.
             except OSError as error:

@@ -219,6 +219,24 @@ def test_no_search_without_training(search, device, arguments):
     assert module.batch_size == PROJECT_SIZE
 
 
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [({"max_epochs": 1, "max_steps": -1}, {"max_epochs": 2}), ({"max_steps": 1}, {"max_steps": 2})],
+)
+def test_a_fit_that_trains_no_more_does_not_search(fit, device, limit, more):
+    finder = BatchFinder(multiple_of=1, max_batch_size=4)
+    module = Lawful(device, law)
+    trainer = fit(module, finder, device, limit_train_batches=1, **limit)
+    first = finder.plan
+    trainer.fit(module)
+    assert finder.plan is first
+    for name, value in more.items():
+        owner = trainer.fit_loop if name == "max_epochs" else trainer.fit_loop.epoch_loop
+        setattr(owner, name, value)
+    trainer.fit(module)
+    assert finder.plan is not first
+
+
 def test_a_fit_after_an_error_in_setup_and_a_second_fit_search(fit, device):
     class FailsOnce(Lawful):
         def setup(self, stage):
@@ -258,7 +276,9 @@ def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_her
     finder.device_memory = lambda _: device
     trainer = quiet_trainer(finder, max_epochs=1, limit_train_batches=1, limit_val_batches=1)
     plans = {}
-    for stage in stages:
+    for number, stage in enumerate(stages):
+        # Otherwise the second training would have no epoch.
+        trainer.fit_loop.max_epochs = number + 1
         getattr(trainer, stage)(module)
         plans[stage] = finder.plan
     largest = SAMPLES // 10

@@ -28,7 +28,16 @@ from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.profile.device_reader import DeviceReader
 from tests.helpers.lawful import FAST
 from tests.helpers.outcomes import assert_same
-from tests.helpers.profiled import At, Net, Recorder, Validated, csv_rows, data, trainer_for
+from tests.helpers.profiled import (
+    OWN_LOGS,
+    At,
+    Net,
+    Recorder,
+    Validated,
+    csv_rows,
+    data,
+    trainer_for,
+)
 from tests.helpers.wrapped_optimizers import WRAPPED, adam
 
 NESTED = "ignore:The PyTorch API of nested tensors"
@@ -831,7 +840,7 @@ def test_two_profilers_measure_the_same(tmp_path):
     left, texts = trained(tmp_path, Validated, made[0], watch, made[1], max_epochs=1)
     assert_same(left, without, "left")
     assert texts == []
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in (tmp_path / OWN_LOGS).iterdir())
     assert names == [
         "memory_per_batch.csv",
         "memory_per_batch_1.csv",
@@ -855,7 +864,7 @@ def test_the_peaks_of_two_profilers(tmp_path, device_memory):
     made = [MemoryProfiler(), MemoryProfiler()]
     trained(tmp_path, lambda: Net(spike(device_memory, 2, "backward", 300)), *made)
     for name in ("memory_per_batch.csv", "memory_per_batch_1.csv"):
-        lines = (tmp_path / name).read_text().splitlines()[1:]
+        lines = (tmp_path / OWN_LOGS / name).read_text().splitlines()[1:]
         peaks = [float(line.split(",")[3]) for line in lines]
         assert peaks[2] - peaks[1] == 300
         assert peaks[3] == peaks[1]

@@ -26,6 +26,7 @@ from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.launch import Outcome, Program
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, OLD_PLAN, Lawful, law, quiet_trainer
+from tests.helpers.profiled import OWN_LOGS
 
 ALL_FIGURES = ["memory_over_steps.png", "search.png"]
 FILES = ("memory_per_batch.csv", "batch_plan.json")
@@ -64,7 +65,7 @@ def levels_are_restored():
 @pytest.fixture
 def log_dir(finished, tmp_path):
     """A copy that a test may change; its name would be markup to Rich."""
-    return shutil.copytree(finished, tmp_path / "run[" / "b]x")
+    return shutil.copytree(finished / OWN_LOGS, tmp_path / "run[" / "b]x")
 
 
 def drawn(directory):

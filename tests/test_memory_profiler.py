@@ -28,6 +28,7 @@ from tests.helpers.lawful import Lawful, law
 from tests.helpers.profiled import (
     METRICS,
     MIB,
+    OWN_LOGS,
     At,
     Evaluated,
     Gan,
@@ -631,7 +632,7 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
         # The limit of the search held until the training ended.
         limit_bytes = profiler.summary.memory.limit_bytes
         assert plans[0].limit_bytes < limit_bytes == device_memory.available_bytes()
-    paths = sorted(tmp_path.glob("batch_plan*.json"))
+    paths = sorted(tmp_path.rglob("batch_plan*.json"))
     assert [path.name for path in paths] == names
     assert [Plan.from_json(path.read_text()) for path in paths] == plans
 
@@ -675,7 +676,7 @@ def test_an_evaluation_without_a_search_has_no_plan_of_an_earlier_one(tmp_path, 
     trainer.test(net, verbose=False)
     limit_bytes = profiler.summary.memory.limit_bytes
     assert finder.plan.limit_bytes < limit_bytes == device_memory.available_bytes()
-    assert [path.name for path in tmp_path.glob("batch_plan*.json")] == ["batch_plan.json"]
+    assert [path.name for path in tmp_path.rglob("batch_plan*.json")] == ["batch_plan.json"]
 
 
 @pytest.mark.parametrize("validation_seconds", [0.0, 2.0])
@@ -771,14 +772,14 @@ def test_each_run_has_its_own_files(tmp_path, device_memory):
     trained = profiler.summary
     assert (trained.steps, hooks_on(trainer.optimizers)) == (6, 0)
     trainer.test(net, data(samples=4), verbose=False)
-    found = {path.name: [row["step"] for row in rows(path)] for path in tmp_path.glob("*.csv")}
+    found = {path.name: [row["step"] for row in rows(path)] for path in tmp_path.rglob("*.csv")}
     assert found == {
         "memory_per_batch.csv": [str(step) for step in range(6)],
         "memory_per_batch_1.csv": [str(step) for step in range(6, 12)],
         "memory_per_batch_2.csv": ["0"],
     }
-    assert Summary.from_json((tmp_path / "memory_summary_1.json").read_text()) == trained
-    tested = (tmp_path / "memory_summary_test_2.json").read_text()
+    assert Summary.from_json((tmp_path / OWN_LOGS / "memory_summary_1.json").read_text()) == trained
+    tested = (tmp_path / OWN_LOGS / "memory_summary_test_2.json").read_text()
     assert Summary.from_json(tested) == profiler.summary
 
 
@@ -832,14 +833,15 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
 
 def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, device_memory):
     directory = tmp_path / "logs"
-    remove = At(on_fit_start=lambda *_: directory.rmdir())
+    # A file takes its place.
+    remove = At(on_fit_start=lambda *_: (directory.rmdir(), directory.touch()))
     profiler = MemoryProfiler()
     trainer = trainer_for(directory, profiler, remove)
-    with pytest.warns(UserWarning, match=r"writes no memory_per_batch\.csv: .*No such file"):
+    with pytest.warns(UserWarning, match=r"writes no memory_per_batch\.csv: .*Not a directory"):
         trainer.fit(Net(), data())
     assert trainer.global_step > 0
     assert profiler.summary is not None
-    assert not directory.exists()
+    assert directory.is_file()
 
 
 @pytest.mark.parametrize(
@@ -876,7 +878,7 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
         trainer.fit(Validated(work), data(), data(samples=8))
     assert f"MemoryProfiler: memory ran out {text}." in notes_of(error)
     assert "MemoryProfiler: the snapshot is written" in notes_of(error)
-    assert calls == [(tmp_path, "cpu"), ("write", 0), "stop"]
+    assert calls == [(tmp_path / OWN_LOGS, "cpu"), ("write", 0), "stop"]
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,6 @@ def main() -> None:
     trainer.fit(Classifier(8), datamodule=digits)
     assert finder.plan is not None
     print(f"task {trainer.global_rank} of {trainer.world_size}: {finder.plan.reason}", flush=True)
-    if trainer.is_global_zero:
-        PLAN.write_text(finder.plan.to_json(), encoding="utf-8")
 
 
 if __name__ == "__main__":

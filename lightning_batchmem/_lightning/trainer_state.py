@@ -6,7 +6,10 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 from __future__ import annotations
 
 import os
+from itertools import count
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -15,6 +18,9 @@ from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package, lightning_name
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import bytes_of
+
+# The folders of Trainers without loggers.
+_OWN_LOG_DIRS: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -31,12 +37,22 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
 def log_dir_of(trainer: Trainer) -> str | None:
     """What ``trainer.log_dir`` is on the first rank; None where the logger does not tell it.
 
+    Without loggers it is a new folder, since ``trainer.log_dir`` is that of the user's code then.
     Every rank must call this function.
     """
     # Reading it is a broadcast, for which the other ranks would wait after an error on this one.
     with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
         log_dir = value_or_none("The log directory", lambda: _path_text(trainer.log_dir))
+    if not trainer.loggers and log_dir and "://" not in log_dir:
+        if trainer not in _OWN_LOG_DIRS:
+            _OWN_LOG_DIRS[trainer] = _next_version(Path(log_dir) / "lightning_batchmem_logs")
+        log_dir = str(_OWN_LOG_DIRS[trainer])
     return trainer.strategy.broadcast(log_dir)
+
+
+def _next_version(logs: Path) -> Path:
+    versions = (logs / f"version_{number}" for number in count())
+    return next(version for version in versions if not version.exists())
 
 
 def _path_text(path: Any) -> str | None:
@@ -202,6 +218,17 @@ def logs_at_all(trainer: Trainer) -> bool:
     """Whether ``log_every_n_steps`` lets any value reach the loggers."""
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
+
+def trains_no_more(trainer: Trainer) -> bool:
+    """Whether a training has no step left: its end was reached before, or is the start."""
+    if trainer.ckpt_path is not None:
+        # A checkpoint may be of an earlier epoch.
+        return False
+    max_epochs = trainer.max_epochs
+    has_epochs = max_epochs is None or max_epochs < 0 or trainer.current_epoch < max_epochs
+    has_steps = trainer.max_steps < 0 or trainer.global_step < trainer.max_steps
+    return not (has_epochs and has_steps and trainer.limit_train_batches)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

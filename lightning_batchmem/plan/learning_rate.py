@@ -72,7 +72,7 @@ def learning_rate_note(optimizer_names: Sequence[str], before: int, after: int, 
     return (
         f"An optimizer step has {unit.step_size(after)} instead of {before:,}. For {listed},"
         f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}:'
-        " docs/choosing-a-batch-size.md."
+        ' see "Choosing a batch size" in the documentation.'
     )
 
 

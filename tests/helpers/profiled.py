@@ -26,6 +26,10 @@ METRICS = {
 }
 
 
+OWN_LOGS = "lightning_batchmem_logs/version_0"
+"""The folder of a Trainer without loggers."""
+
+
 def no_work(step, where):
     """Do nothing; a spawned worker can unpickle this function, unlike a local one."""
 

@@ -83,7 +83,7 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
 
 
 RATE_BY = "multiplies the learning rate by"
-SEE = "docs/choosing-a-batch-size.md."
+SEE = 'see "Choosing a batch size" in the documentation.'
 NONE_KNOWN = "and no single rule is known for {}. Tune the learning rate by hand."
 
 

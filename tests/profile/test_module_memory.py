@@ -148,7 +148,7 @@ def test_the_table_has_the_modules_and_the_training_is_the_same(tmp_path, capsys
     profiler = MemoryProfiler(modules=True)
     measured = train(tmp_path, Recorder(), profiler)
     assert measured.measured_steps == [2]
-    text = (tmp_path / "memory_summary.json").read_text()
+    text = next(tmp_path.rglob("memory_summary.json")).read_text()
     assert Summary.from_json(text) == profiler.summary
     without = MemoryProfiler()
     plain = train(tmp_path, Recorder(), without)
