@@ -44,6 +44,7 @@ from lightning_batchmem.plan.options import (
     SearchOptions,
     WorstCase,
     check_switches,
+    names_our_arguments,
 )
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -150,6 +151,7 @@ class BatchFinder(Callback):
     # Whether the device is a simulated one.
     _is_simulated = False
 
+    @names_our_arguments
     def __init__(
         self,
         *,

@@ -880,3 +880,24 @@ def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, de
     search(Traced(device, law))
     assert depths
     assert max(depths) <= 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ({"mode": "power"}, "fits lines to a few sizes"),
+        ({"init_val": 8}, "Pass min_batch_size"),
+        ({"steps_per_trial": 3}, "chooses the steps"),
+        ({"max_trials": 9, "max_batch_size": 64}, "pass max_batch_size"),
+    ],
+)
+def test_arguments_of_lightnings_finder_are_refused_with_ours(arguments, advice):
+    with pytest.raises(TypeError, match=f"which Lightning's BatchSizeFinder has.*{advice}"):
+        BatchFinder(**arguments)
+
+
+def test_other_arguments_and_the_signature_are_those_of_python():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        BatchFinder(speed=3)
+    names = list(inspect.signature(BatchFinder).parameters)
+    assert names[:2] == ["objective", "memory_limit"]

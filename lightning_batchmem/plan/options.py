@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.unit import Unit
+
+_Arguments = ParamSpec("_Arguments")
 
 Objective = Literal["memory", "throughput"]
 LearningRateScaling = Literal["linear", "sqrt"]
@@ -36,6 +40,33 @@ _PERCENTAGE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,18})?)\s*%\s*")
 
 # No process holds less than this.
 _LEAST_LIMIT_BYTES = 2**20
+
+
+# The arguments of Lightning's BatchSizeFinder that BatchFinder does not have.
+_OF_LIGHTNING = {
+    "mode": "It fits lines to a few sizes instead of doubling or bisecting; leave it out.",
+    "steps_per_trial": "It chooses the steps of each size itself; leave it out.",
+    "init_val": "Pass min_batch_size for the smallest size to try.",
+    "max_trials": "Few sizes are run; pass max_batch_size for the largest one to consider.",
+    "max_val": "Pass max_batch_size for the largest size to consider.",
+    "margin": "It leaves 5 % free by itself; pass memory_limit for more.",
+}
+
+
+def names_our_arguments(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Refuse the arguments of Lightning's finder with a sentence that has ours."""
+
+    @functools.wraps(init)
+    def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> None:
+        for name, advice in _OF_LIGHTNING.items():
+            if name in keywords:
+                raise TypeError(
+                    f"BatchFinder has no argument {name}, which Lightning's BatchSizeFinder has."
+                    f" {advice}"
+                )
+        init(*arguments, **keywords)
+
+    return checked
 
 
 @dataclass(frozen=True)
