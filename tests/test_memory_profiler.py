@@ -849,7 +849,7 @@ def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, de
     [
         ("backward", 3, "in train step 3 with a batch of 4 samples"),
         ("validation", 6, "in validate step 0 with a batch of 4 samples"),
-        ("epoch end", 6, "between two steps"),
+        ("epoch end", 6, "after train step 5 and before the next one, in a hook or a callback"),
     ],
 )
 def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(

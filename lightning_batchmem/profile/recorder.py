@@ -274,7 +274,11 @@ class StepRecorder:
 
     def explain_out_of_memory(self, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""
-        where = "between two steps"
+        where = "before the first step"
+        if self.clock.steps > 0:
+            number = self.clock.number
+            stage = self.clock.stage
+            where = f"after {stage} step {number} and before the next one, in a hook or a callback"
         if self.clock.in_step:
             where = f"in {self.clock.stage} step {self.clock.number}"
             if (samples := self._counter.samples(self._batch)) is not None:
