@@ -36,6 +36,9 @@ GROWTH_NOTE = "Equal steps need"
 # For a training whose number of batches is unknown.
 _MANY_BATCHES = 1_000_000
 
+# Of an out-of-memory error.
+_ERROR_SENTENCES = 3
+
 # The worst outcome comes first: several ranks or repetitions agree on the first that occurred.
 _OUTCOMES: tuple[Outcome, ...] = ("out_of_memory", "over_limit", "allocator_retry", "ok")
 
@@ -200,7 +203,11 @@ class Trial:
         text = _FAILURES[self.outcome].format(needed=mib(needed_bytes))
         if self.fails_in_validation:
             text += " in the validation"
-        return f"{text} ({self.error})" if self.error else text
+        if not self.error:
+            return text
+        # Torch names what was wanted and what is free, and then gives advice of its own.
+        sentences = self.error.split(". ")[:_ERROR_SENTENCES]
+        return f"{text} ({'. '.join(sentences).removesuffix('.')})"
 
     @property
     def fails_in_validation(self) -> bool:
