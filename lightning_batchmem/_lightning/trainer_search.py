@@ -244,8 +244,9 @@ class TrainerSearch:
             replace(self.options, max_batch_size=size),
             found=found,
         )
+        # What grows was measured in the later state only.
+        is_verified = found.plan.verified and at_start.plan.verified
         if at_start.plan.batch_size == size:
-            is_verified = found.plan.verified and at_start.plan.verified
             chosen = replace(found.plan.chosen, state=state_text, is_verified=is_verified)
             return replace(found, plan=replace(found.plan, chosen=chosen))
         note = (
@@ -254,7 +255,8 @@ class TrainerSearch:
         )
         of_given_plan = [one for one in found.plan.notes if one.startswith(NOT_USED)]
         notes = (note, *at_start.plan.notes, *of_given_plan)
-        return replace(at_start, plan=replace(at_start.plan, notes=notes))
+        chosen = replace(at_start.plan.chosen, is_verified=is_verified)
+        return replace(at_start, plan=replace(at_start.plan, chosen=chosen, notes=notes))
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.

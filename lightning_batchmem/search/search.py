@@ -122,7 +122,6 @@ class BatchSizeSearch:
                     chosen = None
             if why_not and found_plan is None:
                 notes.append(earlier_plan_not_used(why_not))
-        is_confirmed = chosen is not None and found_plan is not None
         if chosen is None:
             chosen = self._search()
         of_limit = self._room.notes
@@ -134,7 +133,7 @@ class BatchSizeSearch:
             self._rehearse_too(also_size)
         of_growth: list[str] = []
         # What grows was measured in that other state, which needs most: a bank is full there.
-        if not is_confirmed:
+        if found_plan is None:
             chosen, of_growth = self._with_growth(chosen)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
