@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
+from lightning_batchmem._lightning.trainer_state import trains_no_more
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.plan.policy import SearchPolicy
 from tests.helpers.lawful import (
@@ -217,6 +218,13 @@ def test_no_search_without_training(search, device, arguments):
     module = Lawful(device, law)
     assert search(module, **arguments) is None
     assert module.batch_size == PROJECT_SIZE
+
+
+@pytest.mark.parametrize("name", ["max_epochs", "max_steps", "limit_train_batches"])
+def test_a_limit_of_0_ends_a_training_from_a_checkpoint_too(name):
+    trainer = quiet_trainer(**{name: 0})
+    trainer.ckpt_path = "any.ckpt"
+    assert trains_no_more(trainer)
 
 
 @pytest.mark.parametrize(

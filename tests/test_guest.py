@@ -102,12 +102,13 @@ def test_nested_tensors(tmp_path, collate, callback):
     left, texts = trained(tmp_path, OfParts, made, loader=loader)
     assert left[0] == STEPS
     assert_same(left, without, collate)
+    (text,) = texts
     if callback is OomGuard:
-        (text,) = texts
         assert "the first dimension of its tensors is not the number of its samples" in text
     else:
-        # The loader has the number.
-        assert (made.summary.memory.batch_size, texts) == (4, [])
+        assert "The number of samples in a batch cannot be read: RuntimeError: " in text
+        # The loader has it.
+        assert made.summary.memory.batch_size == 4
 
 
 @pytest.mark.filterwarnings(NESTED)
@@ -122,7 +123,7 @@ def test_nested_tensors_in_a_search(tmp_path):
     torch.manual_seed(0)
     net = Sized()
     trainer = trainer_for(tmp_path, finder(), MemoryProfiler(csv=False), OomGuard())
-    with pytest.warns(UserWarning, match="OomGuard does nothing"):
+    with pytest.warns(UserWarning, match="OomGuard does nothing|cannot be read"):
         trainer.fit(net)
     assert (net.batch_size, trainer.global_step) == (8, SAMPLES // 8)
 

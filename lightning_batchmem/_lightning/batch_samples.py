@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_batchmem._lightning.data_source import combined_mode, stage_loop
 from lightning_batchmem.batches.loader_size import count_samples, loader_batch_size
@@ -34,7 +34,7 @@ class BatchSamples:
     """Counts the samples of the batches of the stage that runs.
 
     The loader has the number. The dimensions of tensors may be something else, such as time or
-    channels, so they count only where a loader has no size.
+    channels, so they count only where a loader has no size, or where they have been its size.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -43,6 +43,8 @@ class BatchSamples:
         self._counter = trainer.fit_loop.epoch_loop if trainer.training else self._loop
         # Whether the loaders of the last batch have sizes.
         self.loaders_have_sizes = False
+        # Whether the first dimension of a full batch was the size of its loader.
+        self._has_rows = False
         self._combined: object = None
         self._of_loaders: list[_LoaderSamples] = []
         self._is_sequential = False
@@ -50,9 +52,17 @@ class BatchSamples:
     def in_batch(self, batch: object, number: int, loader_number: int = 0) -> int | None:
         """The samples of a batch, as in :class:`PlacedBatch`; None if they are unknown."""
         of_loaders = self._loaders_of(loader_number)
-        self.loaders_have_sizes = all(one.size is not None for one in of_loaders)
-        if not (of_loaders and self.loaders_have_sizes):
-            return samples_in(batch)
+        # A loader of single samples may have batches as samples.
+        sizes = [one.size for one in of_loaders if one.size != 1]
+        self.loaders_have_sizes = bool(sizes) and None not in sizes
+        rows = samples_in(batch)
+        if not self.loaders_have_sizes:
+            return rows
+        size = sum(one.size or 0 for one in of_loaders)
+        # A collate function may leave out samples, and each worker of a stream ends with fewer.
+        self._has_rows |= rows == size
+        if self._has_rows and rows is not None and rows <= size:
+            return rows
         is_last = self._counter.batch_progress.is_last_batch
         total = 0
         for one in of_loaders:
@@ -64,9 +74,15 @@ class BatchSamples:
 
     def may_have(self, samples: int | None, number: int) -> bool:
         """Whether the part of each loader in a batch of the training may have this many samples."""
+        of_loaders = self._loaders_of(0)
+        sizes = [one.size or 0 for one in of_loaders]
+        self._has_rows |= samples in sizes
+        if self._has_rows and samples is not None:
+            return samples <= max(sizes)
         is_last = self._counter.batch_progress.is_last_batch
-        counts = [one.in_batch(number, is_last=is_last) for one in self._loaders_of(0)]
-        return all(count in (None, samples) for count in counts)
+        # A loader of single samples may have batches as samples.
+        sized = [one for one in of_loaders if one.size != 1]
+        return all(one.in_batch(number, is_last=is_last) in (None, samples) for one in sized)
 
     def _loaders_of(self, loader_number: int) -> list[_LoaderSamples]:
         """The loaders that have samples in a batch."""
@@ -122,7 +138,9 @@ def _samples_of(loader: object, *, begins_again: bool) -> _LoaderSamples:
     # The batch size of a sampler of the project may be another number, such as a budget.
     is_plain = loader.batch_size is not None or type(loader.batch_sampler) is BatchSampler
     samples = count_samples(loader)
-    if not is_plain or size is None or samples is None:
+    # The length of a stream is an estimate, and each worker ends with a batch of its own.
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if not is_plain or size is None or samples is None or is_stream:
         return _LoaderSamples(size if is_plain else None)
     drop_last = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
     batches = samples // size if drop_last else -(-samples // size)

@@ -9,6 +9,8 @@ from typing import cast
 from lightning.pytorch import Trainer
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.plan.learning_rate import Epoch
@@ -57,12 +59,21 @@ def reached_samples(trainer: Trainer, stage: str, largest_size: int, info: Loade
     limit = getattr(trainer, f"limit_{stage}_batches")
     size = info.size_at(largest_size)
     if isinstance(limit, float):
-        reached = math.inf if info.samples is None else math.ceil(limit * info.samples)
+        # The number of batches is rounded down, and the last one may not be full.
+        reached = math.inf if info.samples is None else math.ceil(limit * (info.samples + size))
+        reached = min(reached, math.inf if info.samples is None else info.samples)
     else:
         reached = limit * size
-    if stage == "train" and trainer.max_steps > 0:
+    if stage == "train" and trainer.max_steps > 0 and _steps_are_batches(trainer):
         reached = min(reached, trainer.max_steps * trainer.accumulate_grad_batches * size)
     return max(1, reached * info.replicas)
+
+
+def _steps_are_batches(trainer: Trainer) -> bool:
+    """Whether each optimizer step takes the batches that the Trainer accumulates."""
+    scheduler = in_every_package("callbacks.GradientAccumulationScheduler")
+    has_scheduler = any(isinstance(callback, scheduler) for callback in callbacks_of(trainer))
+    return trainer.lightning_module.automatic_optimization and not has_scheduler
 
 
 def stage_bounds(trainer: Trainer, stage: str, loaders: StageLoaders) -> list[Bound]:

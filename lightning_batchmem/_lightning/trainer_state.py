@@ -52,7 +52,7 @@ def log_dir_of(trainer: Trainer) -> str | None:
 
 def _next_version(logs: Path) -> Path:
     versions = (logs / f"version_{number}" for number in count())
-    return next(version for version in versions if not version.exists())
+    return next(version for version in versions if not os.path.lexists(version))
 
 
 def _path_text(path: Any) -> str | None:
@@ -222,13 +222,15 @@ def logs_at_all(trainer: Trainer) -> bool:
 
 def trains_no_more(trainer: Trainer) -> bool:
     """Whether a training has no step left: its end was reached before, or is the start."""
+    max_epochs = trainer.max_epochs
+    if 0 in (max_epochs, trainer.max_steps, trainer.limit_train_batches):
+        return True
     if trainer.ckpt_path is not None:
         # A checkpoint may be of an earlier epoch.
         return False
-    max_epochs = trainer.max_epochs
     has_epochs = max_epochs is None or max_epochs < 0 or trainer.current_epoch < max_epochs
     has_steps = trainer.max_steps < 0 or trainer.global_step < trainer.max_steps
-    return not (has_epochs and has_steps and trainer.limit_train_batches)
+    return not (has_epochs and has_steps)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

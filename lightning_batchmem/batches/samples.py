@@ -342,7 +342,8 @@ def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator
         except Exception as error:
             if _ends_reading(error):
                 raise
-            errors.append(error)
+            # Only the first one is raised, and a traceback would keep its sample.
+            errors.append(error.with_traceback(None) if errors else error)
             measured = MeasuredSample(None, 0, False, [])
         yield measured
 

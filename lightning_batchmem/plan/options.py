@@ -174,11 +174,12 @@ def parse_memory_limit(memory_limit: object, available_bytes: int) -> int:
 
 def _check_not_gib(memory_limit: object) -> None:
     """Raise a ValueError for a number of bytes that was meant as one of GiB or MiB."""
-    if isinstance(memory_limit, Integral) and 1 < int(memory_limit) <= _LEAST_LIMIT_BYTES:
-        unit = "GiB" if int(memory_limit) <= 1024 else "MiB"
+    if isinstance(memory_limit, Real) and 1 < float(memory_limit) <= _LEAST_LIMIT_BYTES:
+        number = int(float(memory_limit))
+        unit = "GiB" if number <= 1024 else "MiB"
         raise ValueError(
-            f"memory_limit must be more than {memory_limit:,} bytes, which no process can do with;"
-            f' did you mean "{memory_limit}{unit}"?'
+            "memory_limit must be a number of bytes that a process fits into, got"
+            f' {number:,}; did you mean "{number}{unit}"?'
         )
 
 

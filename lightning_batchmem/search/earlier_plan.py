@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -41,7 +42,7 @@ def write_missing_plan(given: object, plan: Plan) -> None:
     if not (plan.verified and is_missing_plan(given)):
         return
     path = Path(str(given))
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(plan.to_json(), encoding="utf-8")

@@ -17,6 +17,9 @@ from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.search.program import Program, Steps
 from lightning_batchmem.search.readings import CallReading, StepReading
 
+# A memory bank has fewer tensors.
+_MOST_ITEMS = 10_000
+
 
 def other_bytes_at_start(program: Program, device: DeviceMemory) -> int:
     """Bytes of the resident set besides the tensors of the module and the samples.
@@ -172,7 +175,13 @@ def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     counter = LiveStorages(other_bytes)
     counter.track([*program.module.parameters(), *program.module.buffers()])
     # Steps may fill a memory bank that none of them reads.
-    attributes = list(map(attributes_of, program.module.modules()))
+    attributes = [
+        value
+        for module in program.module.modules()
+        for value in attributes_of(module).values()
+        # A longer list, such as one of paths, takes long to look through.
+        if type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS
+    ]
     counter.track(value_or_none("The attributes of a module", tree_leaves, attributes) or ())
     return counter
 

@@ -116,13 +116,15 @@ class TrialRunner:
         counted = []
         for steps in filter(None, (self._program.training, self._program.evaluation)):
             growth = growths.get(steps)
-            of_ranks = self._ranks.exchange((growth is not None, trial.outcome == "out_of_memory"))
+            # No end of an epoch frees predictions, and its hooks may write them.
+            is_open = growth is not None and not growth.has_predictions
+            of_ranks = self._ranks.exchange((is_open, trial.outcome == "out_of_memory"))
             grows, has_failed = map(any, zip(*of_ranks, strict=True))
             if grows and not has_failed:
                 size = trial.batch_size
-                meter = self._restarted(size, self._before_step)
                 watched = partial(self._watched_steps, size, limits.steps_are_collective)
                 try:
+                    meter = self._restarted(size, self._before_step)
                     growth = growth_over_epochs(meter, steps, size, growth, watched)
                 # What hooks do at the end of an epoch is not rehearsed elsewhere. Out of memory has
                 # many types, and every other error is raised again.

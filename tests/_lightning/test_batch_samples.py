@@ -101,6 +101,39 @@ def test_the_last_batch_of_a_stream_is_unknown():
     assert (counts.counted, counts.true) == ([4, 4, None], [4, 4, 2])
 
 
+class Rows(torch.Tensor):
+    truth = 0
+
+
+def without_none(samples):
+    kept = [sample for sample in samples if sample is not None]
+    return torch.ones(len(kept), 2).as_subclass(Rows)
+
+
+def whole_batches(samples):
+    return torch.ones(7, 2).as_subclass(Rows)
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        # A full batch has shown that the first dimension is the samples.
+        (
+            DataLoader([1, 1, 1, 1, 1, None, 1, 1], batch_size=4, collate_fn=without_none),
+            [4, 3],
+        ),
+        (DataLoader(Stream(), batch_size=4, collate_fn=without_none), [4, 4, 2]),
+        # The samples of the data set are batches.
+        (DataLoader(range(3), batch_size=1, collate_fn=whole_batches), [7, 7, 7]),
+    ],
+)
+def test_rows_count_where_they_are_the_samples(loader, expected):
+    counts = Counts()
+    trainer = quiet_trainer(counts, max_epochs=1, limit_val_batches=0)
+    trainer.fit(Flat(), loader)
+    assert counts.counted == expected
+
+
 class Budget(BatchSampler):
     """Its ``batch_size`` is a number of tokens."""
 

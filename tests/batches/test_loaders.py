@@ -125,9 +125,10 @@ def stage_at(stage, batch_size):
     ("of_trainer", "arguments", "reached", "reached_by_two_ranks"),
     [
         ({}, {}, 100, 100),
-        ({"limit_train_batches": 0.25}, {}, 25, 26),
+        # A batch more, because the number of batches is rounded down.
+        ({"limit_train_batches": 0.25}, {}, 26, 28),
         ({"limit_train_batches": 0.25}, {"shuffle": True}, math.inf, math.inf),
-        ({"limit_train_batches": 0.25, "overfit_batches": 0.25}, {"shuffle": True}, 25, 26),
+        ({"limit_train_batches": 0.25, "overfit_batches": 0.25}, {"shuffle": True}, 26, 28),
         # There are at most 4 samples in a batch.
         ({"limit_train_batches": 3}, {}, 12, 24),
         ({"max_steps": 5, "accumulate_grad_batches": 2}, {}, 40, 80),
@@ -142,7 +143,9 @@ def stage_at(stage, batch_size):
 )
 def test_the_samples_that_a_training_reaches(of_trainer, arguments, reached, reached_by_two_ranks):
     loader = DataLoader(range(100), batch_size=2, **arguments)
-    trainer = settings_of_trainer(**of_trainer)
+    trainer = settings_of_trainer(
+        callbacks=[], lightning_module=SimpleNamespace(automatic_optimization=True), **of_trainer
+    )
     assert reached_samples(trainer, "train", 4, LoaderInfo(loader, 2, 2)) == reached
     of_two_ranks = LoaderInfo(loader, 2, 2, replicas=2)
     assert reached_samples(trainer, "train", 4, of_two_ranks) == reached_by_two_ranks

@@ -40,9 +40,11 @@ def test_memory_limit_in_bytes(memory_limit, expected):
     assert parse_memory_limit(memory_limit, BUDGET) == expected
 
 
-@pytest.mark.parametrize(("value", "meant"), [(2, "2GiB"), (20, "20GiB"), (2**20, "1048576MiB")])
+@pytest.mark.parametrize(
+    ("value", "meant"), [(2, "2GiB"), (20, "20GiB"), (20.0, "20GiB"), (2**20, "1048576MiB")]
+)
 def test_a_number_that_is_no_number_of_bytes_is_refused(value, meant):
-    with pytest.raises(ValueError, match=f'{value:,} bytes, .*; did you mean "{meant}"'):
+    with pytest.raises(ValueError, match=f'got {int(value):,}; did you mean "{meant}"'):
         SearchOptions(memory_limit=value)
     assert SearchOptions(memory_limit=2**20 + 1).memory_limit == 2**20 + 1
     assert SearchOptions(memory_limit=1).memory_limit == 1

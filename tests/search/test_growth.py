@@ -168,6 +168,9 @@ class Predicts(Lawful):
         self.indices.append(batch_idx)
         return torch.zeros(len(batch[0]), 2**14)
 
+    def on_predict_epoch_end(self):
+        self.note_end()
+
     def predict_dataloader(self):
         return loader(self.batch_size, 1000)
 
@@ -179,6 +182,8 @@ def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
     module = Predicts(device, lambda count: count * MIB)
     # A list of the search is not the list of the module.
     indices = module.indices = []
+    ends = []
+    module.note_end = lambda: ends.append(1)
     trainer = fit(module, finder, device, max_epochs=0)
     trainer.predict(module, return_predictions=returns)
     (rehearsal,) = [trial for trial in finder.plan.trials if trial.kind == "rehearsal"]
@@ -188,6 +193,8 @@ def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
         assert rehearsal.growth == Growth(2**20, 63, has_predictions=True)
         assert "and the prediction has 63. Pass return_predictions=False" in finder.plan.notes[0]
     assert indices == list(range(63))
+    # Its hook may write the predictions.
+    assert ends == [1]
 
 
 class KeepsInValidation(Keeping):
