@@ -356,9 +356,9 @@ def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, dev
     with pytest.raises(AttributeError, match="weight_of_loss") as raised:
         search(kind(device, law), LambdaCallback(**{hook: give_weight}))
     assert raised.value.__notes__ == [
-        "BatchFinder: this error occurred in the search before the training, when other callbacks"
-        " do not run. If a step or a hook of the module needs what a callback sets in on_fit_start"
-        " or later, let the callback set it in setup."
+        "BatchFinder: this error occurred in the search before the training, perhaps at another"
+        " batch size than yours. If it occurs only there, the module may need its own size, or what"
+        " another callback sets in on_fit_start or later: let the callback set it in setup."
     ]
 
 

@@ -179,7 +179,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             500,
             Lawful,
             {},
-            "it has 100 samples, and sizes from 2 to 5000 are allowed: (*).",
+            "100 samples were limited by dataset, and larger sizes are allowed now.",
         ),
         (
             {"batch_size": 6000},

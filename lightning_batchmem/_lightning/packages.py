@@ -98,8 +98,9 @@ def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
                 )
             add_note(
                 error,
-                "BatchFinder: this error occurred in the search before the training, when other"
-                " callbacks do not run. If a step or a hook of the module needs what a callback"
-                " sets in on_fit_start or later, let the callback set it in setup.",
+                "BatchFinder: this error occurred in the search before the training, perhaps at"
+                " another batch size than yours. If it occurs only there, the module may need its"
+                " own size, or what another callback sets in on_fit_start or later: let the"
+                " callback set it in setup.",
             )
         raise

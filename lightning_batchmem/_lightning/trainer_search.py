@@ -26,6 +26,7 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.batches.loaders import StageLoaders
+from lightning_batchmem.batches.samples import LEFT_OUT
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.plan.learning_rate import Epoch, TrainingSetup, optimizer_step
@@ -53,7 +54,8 @@ class FoundPlan:
         project_size: the size that the project had before.
         setup: the optimizer steps of the project.
         epoch: an epoch at the size of the plan.
-        why_smaller: why the size is below that of the project; empty if it is not.
+        longest_sample_note: a sentence about a size that is below that of the project because of
+            the longest samples; or empty.
         program: the program of the search; ``None`` where the samples would take memory of trials.
     """
 
@@ -62,7 +64,7 @@ class FoundPlan:
     project_size: int | None
     setup: TrainingSetup
     epoch: Epoch
-    why_smaller: str
+    longest_sample_note: str
     program: TrainerProgram | None
 
 
@@ -153,11 +155,18 @@ class TrainerSearch:
         )
         plan = self._placed(plan, found.setting)
         # The console shows only one note: the one that surprises most.
-        first = [note for note in plan.notes if note.startswith((GROWTH_NOTE, NOT_USED))]
+        surprises = (GROWTH_NOTE, NOT_USED, LEFT_OUT)
+        first = [note for note in plan.notes if any(words in note for words in surprises)]
         others = [note for note in plan.notes if note not in first]
-        notes = (*first, *step.notes, found.why_smaller, step.learning_rate_note, *others)
+        notes = (*first, *step.notes, found.longest_sample_note, step.learning_rate_note, *others)
+        project_size = found.project_size
+        reason = plan.reason
+        if project_size is not None and plan.batch_size < project_size:
+            size, _, why = reason.partition(": ")
+            reason = f"{size} instead of the project's {project_size:,}: {why}"
         return replace(
             plan,
+            chosen=replace(plan.chosen, reason=reason),
             step=replace(step, learning_rate_note="", notes=()),
             notes=tuple(note for note in notes if note),
             project_batch_size=found.project_size,
@@ -197,20 +206,18 @@ class TrainerSearch:
             followed.project_size,
             setup,
             self._epoch(followed.loaders, plan.batch_size),
-            self._why_smaller(plan, followed.project_size, program),
+            self._longest_sample_note(plan, followed.project_size, program),
             None if self.device_memory.is_host else program,
         )
 
-    def _why_smaller(self, plan: Plan, project_size: int | None, program: TrainerProgram) -> str:
-        """Why the size of a plan is below that of the project; empty if it is not."""
+    def _longest_sample_note(
+        self, plan: Plan, project_size: int | None, program: TrainerProgram
+    ) -> str:
+        """A sentence about a size that the longest samples keep below that of the project."""
         # The samples of this rank may be others.
         note = self.ranks.exchange(program.longest_sample_note(plan.batch_size))[0]
-        if project_size is None or plan.batch_size >= project_size:
-            return ""
-        if note and plan.limited_by == "memory":
-            return note
-        why = plan.reason.partition(": ")[2]
-        return f"{plan.unit.size(plan.batch_size)} instead of the project's {project_size:,}: {why}"
+        is_smaller = project_size is not None and plan.batch_size < project_size
+        return note if is_smaller and plan.limited_by == "memory" else ""
 
     def _epoch(self, loaders: StageLoaders, batch_size: int) -> Epoch:
         """An epoch at this size, on the rank with the fewest batches or samples."""

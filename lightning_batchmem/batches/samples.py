@@ -49,6 +49,9 @@ from lightning_batchmem.plan.policy import ReadingPolicy
 # Source: torch/utils/data/dataloader.py, 2.5.1 to 2.14; multiprocessing/spawn.py.
 FATAL_WORKER_ERRORS = ("DataLoader worker (pid", "bootstrapping phase")
 
+# The beginning of a note about samples that raise errors.
+LEFT_OUT = "The search left out"
+
 _TIMED_OUT = "DataLoader timed out"
 
 
@@ -304,9 +307,8 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
             if seconds > measure.policy.scan_seconds:
                 scan_seconds = seconds
                 break
-            if num_read >= _enough(measure, seconds, is_ragged=is_ragged):
-                break
-            if not samples and len(errors) >= measure.policy.equal_sizes:
+            none_can_be_read = not samples and len(errors) >= measure.policy.equal_sizes
+            if none_can_be_read or num_read >= _enough(measure, seconds, is_ragged=is_ragged):
                 break
         else:
             is_complete = True
@@ -322,8 +324,8 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     left_out = ""
     if errors:
         left_out = (
-            f"The search left out {len(errors):,} of {num_read:,} samples that could not be read:"
-            f" {_sample_error_text(errors[0])}"
+            f"{LEFT_OUT} {len(errors):,} of {num_read:,} samples that could not be read"
+            f" ({_sample_error_text(errors[0])}). A training that reaches them ends there."
         )
     return samples, SampleSizes(
         sizes, sample_bytes, spread_count, is_ragged, is_complete, scan_seconds, left_out

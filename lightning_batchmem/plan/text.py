@@ -77,10 +77,9 @@ def headline(plan: Plan) -> str:
     if plan.simulated:
         where = f" on a {plan.device}"
         verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
-    limited_by = plan.limited_by.replace("_", " ")
     return shown(
         f"{plan.unit.name} {plan.unit.number(plan.batch_size)}{_on_each_rank(plan)}{where},"
-        f" limited by {limited_by}, {verified}"
+        f" limited by {plan.limited_by}, {verified}"
     )
 
 

@@ -166,7 +166,7 @@ def conclusion(speed: RunSpeed, memory: RunMemory) -> str:
     share = (memory.peak_reserved_bytes or memory.peak_bytes or 0) / memory.limit_bytes
     if share < _MOSTLY_FULL_SHARE:
         return ""
-    if memory.is_planned:
+    if memory.is_planned and share <= 1:
         return f"Memory is used as planned: {share:.0%} of the limit."
     return (
         f"Limited by memory: {share:.0%} of the limit. A lower"

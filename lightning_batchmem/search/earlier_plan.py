@@ -157,6 +157,11 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
     is_largest = size == highest or plan.limited_by not in get_args(SizeLimit)
     if is_allowed and is_largest and plan.budget_name == limits.unit.budget_name:
         return ""
+    if is_allowed and not is_largest:
+        return (
+            f"{limits.unit.size(size)} were limited by {plan.limited_by}, and larger sizes are"
+            " allowed now"
+        )
     multiple_of = limits.options.multiple_of or 1
     sizes = f"multiples of {multiple_of}" if multiple_of > 1 else "sizes"
     return (

@@ -134,7 +134,7 @@ def test_a_sample_that_cannot_be_read_is_left_out_with_a_note(monkeypatch, metho
     assert made.batch(80)[0].shape == (80, 4)
     (note,) = made.notes
     assert note.startswith(
-        "The search left out 40 of 100 samples that could not be read: FileNotFoundError: no file"
+        "The search left out 40 of 100 samples that could not be read (FileNotFoundError: no file"
     )
 
 

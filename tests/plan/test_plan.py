@@ -213,7 +213,7 @@ def test_values_of_another_version_are_shown():
     data["limited_by"] = "moon_phase"
     data["trials"][0] |= {"outcome": "killed", "kind": "climb"}
     text = str(Plan.from_json(json.dumps(data)))
-    assert "limited by moon phase" in text
+    assert "limited by moon_phase" in text
     assert "| climb     | killed " in text
 
 
@@ -253,7 +253,7 @@ def test_the_text_has_what_else_a_person_should_know():
     )
     text = str(plan)
     assert text.startswith(
-        "batch size 32 on each of 2 ranks, limited by target batch size, not verified"
+        "batch size 32 on each of 2 ranks, limited by target_batch_size, not verified"
     )
     for row in (
         "memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0;\n"

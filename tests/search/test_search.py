@@ -510,7 +510,7 @@ class Texts(Lawful):
             True,
             "18 fits even if every sample is the longest (80 bytes, median 8); with typical",
         ),
-        (400, False, "177 samples instead of the project's 400: it passed a rehearsal, and"),
+        (400, False, "An optimizer step has 177 samples instead of 400."),
         (2, True, "An optimizer step has 18 samples instead of 2."),
         (2, False, "An optimizer step has 177 samples instead of 2."),
     ],
@@ -520,7 +520,8 @@ def test_the_first_note_tells_why_the_size_is_below_that_of_the_project(
 ):
     plan = search(Texts(device, project, is_ragged=is_ragged))
     assert plan.notes[0].startswith(note)
-    assert f"why       {plan.batch_size} samples: " in plan.short_text()
+    instead = f" instead of the project's {project}" if project > plan.batch_size else ""
+    assert plan.reason.startswith(f"{plan.batch_size} samples{instead}: it passed a rehearsal")
 
 
 def test_what_was_asked_for_and_not_done_is_the_first_note(search, device, tmp_path):
