@@ -58,8 +58,7 @@ class Largest:
         if len(known.ran) == 1:
             size = int(min(growth * last, _largest_second_size(known)))
         else:
-            share = policy.probe_share * known.first_rehearsal_share
-            size = int(min(share * known.size_at_limit, highest))
+            size = int(min(policy.probe_share * known.first_rehearsal_size, highest))
             if not known.limits.catches_errors:
                 # Small sizes may hide what grows behind a larger part that does not.
                 size = min(size, growth * last)
@@ -79,7 +78,7 @@ class Largest:
         limits = known.limits
         lowest, highest = size_range(limits)
         low = known.largest_ran
-        first = min(known.first_rehearsal_share * known.size_at_limit, highest)
+        first = min(known.first_rehearsal_size, highest)
         size = highest if first == highest else int(first)
         has_failed = size >= known.smallest_failed
         if not (limits.catches_errors or known.has_rehearsed or has_failed):
@@ -117,7 +116,7 @@ class Fastest:
         last = known.largest_ran
         if known.failed or num_flat_sizes(known.speeds, policy) >= policy.flat_sizes:
             return None
-        most = known.first_rehearsal_share * known.size_at_limit
+        most = known.first_rehearsal_size
         if len(known.ran) == 1:
             most = _largest_second_size(known)
         size = min(rounded(int(min(2 * last, most)), known.limits), size_range(known.limits)[1])
@@ -138,7 +137,7 @@ class Fastest:
         largest_size = known.largest_ran
         if not known.failed:
             highest = size_range(limits)[1]
-            most = min(known.first_rehearsal_share * known.size_at_limit, highest)
+            most = min(known.first_rehearsal_size, highest)
             most = highest if most == highest else rounded(int(most), limits)
             largest_size = max(largest_size, most)
         if largest_size <= policy.least_growth * known.passed:
@@ -188,10 +187,8 @@ def _largest_second_size(known: TrialsSoFar) -> float:
     # Where an error is caught, the next size is tried even if it is not certain to fit.
     if known.limits.catches_errors:
         return max(known.size_at_limit, following)
-    certain = known.first_rehearsal_share * known.size_at_limit
-    # Gradients may be most of what seems to grow, so the next size is often much smaller.
-    is_next_safe = following <= known.policy.probe_share * known.size_at_limit
-    return max(certain, following) if is_next_safe else certain
+    # Gradients may be most of what seems to grow, so the next size may fit where none seems to.
+    return max(known.first_rehearsal_size, min(following, known.most_held_size))
 
 
 def _size_between(low: int, high: float, known: TrialsSoFar) -> int:

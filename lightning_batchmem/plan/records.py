@@ -135,10 +135,13 @@ class Trial:
             Host: the resident set. ``None`` where it is not known.
         needed_bytes: what was compared with the limit: on a device the held bytes, on the host the
             live bytes.
-        set_aside_bytes: host memory that the training takes besides its steps, by arithmetic: a
-            checkpoint, and the batches that loader workers make ahead; 0 on a device.
+        set_aside_bytes: host memory that is taken besides the steps; 0 on a device. In the training
+            these are, by arithmetic, a checkpoint and the batches that loader workers make ahead;
+            in the search the samples that it keeps. The larger of both counts.
         fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
             is not known.
+        without_gradients_bytes: highest live bytes outside an optimizer step, without gradients;
+            0 where gradients are not counted apart.
         allocator_retries: how often the allocator released its cache in steps of a kind and size
             that came before, once every optimizer has its state.
         largest_batch_bytes: bytes of the largest training batch, as the module gets it; 0 where it
@@ -167,6 +170,7 @@ class Trial:
     needed_bytes: int = 0
     set_aside_bytes: int = 0
     fixed_bytes: int = 0
+    without_gradients_bytes: int = 0
     allocator_retries: int = 0
     largest_batch_bytes: int = 0
     step_seconds: float | None = None
@@ -194,6 +198,12 @@ class Trial:
         """The most that may grow with the size; at least 1. An optimizer step does not grow."""
         peaks = [peak for phase, peak in self.phase_peak_bytes.items() if phase != "optimizer_step"]
         return max(1, max(peaks, default=self.peak_bytes) - self.fixed_bytes)
+
+    @property
+    def sample_bytes(self) -> float:
+        """The most live bytes that a further sample may add; gradients do not grow."""
+        highest_bytes = self.without_gradients_bytes or self.fixed_bytes + self.growing_bytes
+        return max(1, highest_bytes - self.fixed_bytes) / self.batch_size
 
     @property
     def failure(self) -> str:
@@ -225,6 +235,11 @@ class Trial:
         }
         return replace(self, phase_peak_bytes=peaks)
 
+    def without_gradients(self) -> Trial:
+        """The same trial, with one peak: that without gradients, and what is set aside."""
+        peak_bytes = self.without_gradients_bytes + self.set_aside_bytes
+        return replace(self, phase_peak_bytes={"forward": peak_bytes})
+
     @property
     def is_known(self) -> bool:
         """Whether this version knows the outcome and the kind; a later one may have others."""
@@ -255,6 +270,7 @@ class Trial:
             needed_bytes=max(trial.needed_bytes for trial in trials),
             set_aside_bytes=max(trial.set_aside_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
+            without_gradients_bytes=max(trial.without_gradients_bytes for trial in trials),
             allocator_retries=max(trial.allocator_retries for trial in trials),
             largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
             step_seconds=_highest(trial.step_seconds for trial in trials),

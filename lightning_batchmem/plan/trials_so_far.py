@@ -10,7 +10,7 @@ from functools import cached_property
 from lightning_batchmem.plan.fit import fit_memory
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Speed, Trial
+from lightning_batchmem.plan.records import MemoryModel, Speed, Trial
 
 
 def measured_speeds(trials: Iterable[Trial]) -> list[Speed]:
@@ -89,6 +89,23 @@ class TrialsSoFar:
         return any(trial.kind == "rehearsal" for trial in self.trials)
 
     @cached_property
+    def memory(self) -> MemoryModel | None:
+        """The lines of the probes, with what is set aside; None with fewer than two sizes.
+
+        What grows in backward may be hidden below the gradients that are alive in the forward pass,
+        so there is a line without them.
+        """
+        probes = [trial for trial in self.trials if trial.kind == "probe"]
+        memory = fit_memory([trial.with_set_aside() for trial in probes])
+        known_apart = [trial for trial in probes if trial.without_gradients_bytes]
+        without_gradients = fit_memory([trial.without_gradients() for trial in known_apart])
+        if memory is None or without_gradients is None:
+            return memory
+        return MemoryModel(
+            {**memory.lines, "without gradients": without_gradients.lines["forward"]}
+        )
+
+    @cached_property
     def size_at_limit(self) -> float:
         """The size that fills the limit, as the probes predict it.
 
@@ -98,10 +115,8 @@ class TrialsSoFar:
         Source: the peak is a maximum of ``a + b * size`` with ``a >= fixed``, and for each of these
         ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
         """
-        probes = [trial for trial in self.trials if trial.kind == "probe"]
-        memory = fit_memory([trial.with_set_aside() for trial in probes])
-        if memory is not None:
-            return memory.size_at(self.limits.limit_bytes)
+        if self.memory is not None:
+            return self.memory.size_at(self.limits.limit_bytes)
         return max(
             trial.batch_size
             * (self.limits.limit_bytes - trial.set_aside_bytes - trial.fixed_bytes)
@@ -111,13 +126,29 @@ class TrialsSoFar:
         )
 
     @property
-    def first_rehearsal_share(self) -> float:
-        """The share of the size that fills the limit at which the first rehearsal is."""
+    def most_held_size(self) -> float:
+        """The largest size at which a process on the host may hold no more than the limit.
+
+        What it held at the sizes that ran is measured. Each further live byte may take as many as
+        the share of the host allows, and gradients do not grow.
+        """
+        last = self.ran[-1]
+        held_bytes = max(trial.held_bytes + trial.set_aside_bytes for trial in self.ran)
+        room_bytes = self.limits.limit_bytes - held_bytes
+        sample_bytes = last.sample_bytes
+        if self.memory is not None:
+            # Where nothing grows, a sample takes a byte.
+            sample_bytes = max(1.0, *(line.slope for line in self.memory.lines.values()))
+        return last.batch_size + self.policy.host_share * room_bytes / sample_bytes
+
+    @property
+    def first_rehearsal_size(self) -> float:
+        """The size of the first rehearsal, as the probes predict it."""
         if self.limits.is_host:
-            return self.policy.host_share
-        if self.limits.steps_are_collective:
-            return self.policy.collective_share
-        return self.policy.rehearsal_share
+            return min(self.policy.host_share * self.size_at_limit, self.most_held_size)
+        is_collective = self.limits.steps_are_collective
+        share = self.policy.collective_share if is_collective else self.policy.rehearsal_share
+        return share * self.size_at_limit
 
     @cached_property
     def speeds(self) -> list[Speed]:

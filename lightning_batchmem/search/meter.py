@@ -31,7 +31,7 @@ def other_bytes_at_start(program: Program, device: DeviceMemory) -> int:
         return 0
     device.release_cached()
     module_bytes = _module_counter(program, 0).current().allocated_bytes
-    other_bytes = device.current().allocated_bytes - _sample_bytes(program, device) - module_bytes
+    other_bytes = device.current().allocated_bytes - sample_bytes(program, device) - module_bytes
     return max(0, other_bytes)
 
 
@@ -106,7 +106,7 @@ class TrialMeter:
         held_bytes = None
         if counter is None:
             held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
-            held_bytes -= _sample_bytes(self.program, self.device)
+            held_bytes -= sample_bytes(self.program, self.device)
         return CallReading(peaks, held_bytes, seconds, bool(phases.stepped))
 
     def repeats(self, batch_size: int, *, is_primary: bool) -> bool:
@@ -172,7 +172,7 @@ class TrialMeter:
 
 def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     """A counter that begins with the tensors of the module, and with this many other bytes."""
-    counter = LiveStorages(other_bytes)
+    counter = LiveStorages(other_bytes, parameters=program.module.parameters())
     counter.track([*program.module.parameters(), *program.module.buffers()])
     # Steps may fill a memory bank that none of them reads.
     attributes = [
@@ -186,7 +186,7 @@ def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     return counter
 
 
-def _sample_bytes(program: Program, device: DeviceMemory) -> int:
+def sample_bytes(program: Program, device: DeviceMemory) -> int:
     """Bytes of the samples that the search keeps in the resident set."""
     if not device.is_host:
         return 0

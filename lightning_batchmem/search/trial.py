@@ -16,7 +16,7 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Growth, Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
-from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start
+from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start, sample_bytes
 from lightning_batchmem.search.program import Program, Steps
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.readings import (
@@ -242,8 +242,10 @@ class TrialRunner:
             start_bytes=meter.start_bytes,
             held_peak_bytes=held_bytes,
             needed_bytes=needed_bytes,
-            set_aside_bytes=set_aside_bytes,
+            # The search keeps samples, but no checkpoint and no batches of workers.
+            set_aside_bytes=max(set_aside_bytes, sample_bytes(self._program, self._device)),
             fixed_bytes=meter.fixed_bytes,
+            without_gradients_bytes=getattr(meter.live, "without_gradients_bytes", 0),
             allocator_retries=num_retries(readings),
             largest_batch_bytes=self._program.largest_batch_bytes,
             step_seconds=statistics.median(seconds.all) if seconds.all else None,

@@ -143,12 +143,12 @@ def test_a_fragmented_size_is_noted():
     assert drive(device(STRAIGHT, held_share=0.3), expandable).plan.notes == ()
 
 
-def holding(least_bytes):
-    """A host whose process holds this much, and twice what its tensors take."""
+def holding(least_bytes, sample_bytes=20):
+    """A host whose process holds this much, and so much for a sample, whose tensors take 10."""
 
     def run(step):
         trial = device([[(0, 10)]])(step)
-        held_bytes = least_bytes + 20 * step.batch_size
+        held_bytes = least_bytes + sample_bytes * step.batch_size
         outcome = "over_limit" if held_bytes > LIMIT else trial.outcome
         return with_changes(
             trial, outcome=outcome, held_peak_bytes=held_bytes, needed_bytes=trial.peak_bytes
@@ -158,10 +158,13 @@ def holding(least_bytes):
 
 
 def test_a_process_of_the_host_that_holds_more_than_the_limit_gets_a_smaller_size():
-    driven = drive(holding(LIMIT - 400), limits(is_host=True))
-    assert driven.text == "2p 8p 32p! 22r! 16r"
+    # At 8 samples 240 bytes of the limit are not held, which 6 more may take.
+    assert drive(holding(LIMIT - 400), limits(is_host=True)).text == "2p 8p 14r"
+    # It holds six bytes for each live byte, and not four at most.
+    driven = drive(holding(LIMIT - 400, 60), limits(is_host=True))
+    assert driven.text == "2p 8p! 5r"
     assert driven.plan.verified
-    assert driven.plan.reason.startswith(f"16 samples: 22 samples need {mib(LIMIT + 40)}")
+    assert driven.plan.reason.startswith(f"5 samples: 8 samples need {mib(LIMIT + 80)}")
 
 
 def test_a_process_of_the_host_that_holds_too_much_at_every_size():
@@ -444,6 +447,99 @@ def test_gradients_do_not_keep_a_host_at_the_smallest_size(objective):
     driven = drive(run, limits(is_host=True, objective=objective))
     # 2,333 samples fill the limit.
     assert driven.plan.batch_size == 583
+
+
+def with_gradients(fixed_bytes, gradient_bytes, sample_bytes, *, besides_bytes=0, held_for_live=1):
+    """A host whose gradients are known apart from what grows, and alive in the forward pass."""
+
+    def run(step):
+        growing_bytes = sample_bytes * step.batch_size
+        live_bytes = fixed_bytes + gradient_bytes + growing_bytes
+        return Trial(
+            step.batch_size,
+            "ok",
+            {"forward": live_bytes, "backward": live_bytes, "optimizer_step": live_bytes},
+            step.kind,
+            held_peak_bytes=int(live_bytes + besides_bytes + (held_for_live - 1) * growing_bytes),
+            fixed_bytes=fixed_bytes,
+            without_gradients_bytes=fixed_bytes + growing_bytes,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("besides_bytes", "expected"),
+    [
+        # The limit fills at 320 samples, of which 0.25 are 80. If all of the 2,020 bytes at 2
+        # samples might grow, 3 samples would not be safe.
+        (0, "2p 3p 12p 40p 80r"),
+        # At 12 samples 1,080 bytes of the limit are not held, which 27 more may take: half of 39 is
+        # probed. There 1,010 bytes are not held, which 25 more may take.
+        (2000, "2p 3p 12p 19p 44r"),
+        # At 2 samples 40 bytes are not held, which one sample may take, or 39.
+        (3140, "2p 3p 3r"),
+        (3141, "2p 2r"),
+        # More is held than the limit, which live bytes do not fill.
+        (4000, "2p 2r"),
+    ],
+)
+def test_on_the_host_what_is_held_and_what_grows_apart_from_gradients_count(
+    besides_bytes, expected
+):
+    run = with_gradients(4800, 2000, 10, besides_bytes=besides_bytes)
+    assert drive(run, limits(low=2, is_host=True)).text == expected
+
+
+def test_what_backward_makes_below_the_gradients_counts_on_the_host():
+    """As with activation checkpoints: the forward pass keeps 10 bytes of a sample, backward 200."""
+
+    def run(step):
+        size = step.batch_size
+        forward_bytes = 4800 + 2000 + 10 * size
+        backward_bytes = max(4800 + 2000, 4800 + 200 * size)
+        return Trial(
+            size,
+            "ok",
+            {"forward": forward_bytes, "backward": backward_bytes},
+            step.kind,
+            fixed_bytes=4800,
+            without_gradients_bytes=4800 + 200 * size,
+        )
+
+    # The limit fills at 26 samples. The lines of 2 and 3 samples fill it at 320.
+    assert drive(run, limits(low=2, is_host=True)).text == "2p 3p 6r"
+
+
+@given(
+    gradients=st.floats(5, 100),
+    sample_bytes=st.integers(10**4, 10**7),
+    room=st.floats(1.0, 10.0),
+    besides=st.floats(0, 2),
+    held_for_live=st.floats(1, 4),
+    objective=st.sampled_from(["memory", "throughput"]),
+)
+@settings(deadline=None)
+def test_no_size_on_the_host_holds_more_than_the_limit_or_is_below_a_tenth_of_the_largest(
+    gradients, sample_bytes, room, besides, held_for_live, objective
+):
+    """Gradients of 5 to 100 times what a sample needs, and up to four bytes for each live byte."""
+    gradient_bytes = int(gradients * sample_bytes)
+    besides_bytes = int(besides * gradient_bytes)
+    run = with_gradients(
+        10**9,
+        gradient_bytes,
+        sample_bytes,
+        besides_bytes=besides_bytes,
+        held_for_live=held_for_live,
+    )
+    room_bytes = int(room * gradient_bytes + 2 * held_for_live * sample_bytes)
+    limit_bytes = 10**9 + gradient_bytes + besides_bytes + room_bytes
+    bounds = limits(limit_bytes, low=2, is_host=True, objective=objective, multiple_of=1)
+    driven = drive(run, bounds)
+    assert all(trial.held_bytes <= limit_bytes for trial in driven.trials)
+    largest = room_bytes / (held_for_live * sample_bytes)
+    assert driven.trials[-1].batch_size >= 0.1 * largest
 
 
 def test_a_size_above_the_limit_of_the_host_is_refused():

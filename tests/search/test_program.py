@@ -184,6 +184,23 @@ def test_loader_workers_count_on_the_host(device):
     assert any("Live tensors could not be counted" in note for note in result.notes)
 
 
+class SampledSteps(FakeSteps):
+    """The search keeps 40 MiB of samples, and they are part of the resident set."""
+
+    sample_bytes = 40 * MIB
+
+
+@pytest.mark.parametrize(("is_host", "set_aside_mib"), [(True, 40), (False, 0)])
+def test_samples_of_the_search_take_room_on_the_host(device, is_host, set_aside_mib):
+    if is_host:
+        device.as_host()
+    program = FakeProgram(device, law)
+    program.training = SampledSteps(program)
+    with LiveStorages():
+        trials = searched(program).trials
+    assert {trial.set_aside_bytes for trial in trials} == {set_aside_mib * MIB}
+
+
 def test_a_policy_steers_the_search(device):
     policy = SearchPolicy(first_size=3, probe_share=0.5, rehearsal_share=0.5, most_share=0.6)
     result = searched(FakeProgram(device, law), policy)
