@@ -155,7 +155,8 @@ def test_the_longest_of_64_samples_makes_all_batches():
         (
             {},
             2,
-            "the memory must be measured at two sizes, got one: 2 samples: the data set has no",
+            "the memory must be measured at two sizes, got one: 2 samples instead of the project's"
+            " 4: the data set has no",
         ),
     ],
 )

@@ -506,7 +506,8 @@ def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
     capsys.readouterr()
     assert check("few_samples") == 2
     assert (
-        "error: the memory must be measured at two sizes, got one: 2 samples: the data set has"
+        "error: the memory must be measured at two sizes, got one: 2 samples instead of the"
+        " project's 3: the data set has no more than 2 samples"
         in (capsys.readouterr().err.splitlines()[-1])
     )
     assert check("make", "--trainer.accelerator", "gpu") == 2
