@@ -7,6 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices import device_memory_for
 from tests.helpers.lawful import MIB, quiet_trainer
+from tests.helpers.profiled import OWN_LOGS
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path):
     )
     with pytest.raises(torch.cuda.OutOfMemoryError) as caught:
         trainer.fit(Hungry())
-    path = tmp_path / "oom_snapshot_rank0.pickle"
+    path = tmp_path / OWN_LOGS / "oom_snapshot_rank0.pickle"
     assert any(str(path) in note for note in caught.value.__notes__)
     events = pickle.loads(path.read_bytes())["device_traces"][trainer.strategy.root_device.index]
     assert any(
