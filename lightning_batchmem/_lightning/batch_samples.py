@@ -1,4 +1,4 @@
-"""How many samples each batch of a stage has, as its loaders say.
+"""How many samples each batch of a stage has, by its loaders.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -106,7 +106,7 @@ class _LoaderSamples:
     """The samples of the batches of one loader.
 
     Args:
-        size: samples in a full batch; None if the loader does not tell.
+        size: samples in a full batch; None if the loader has no such number.
         samples: samples in an epoch; None for a stream without a length.
         batches: batches in an epoch; None likewise.
         begins_again: whether the loader begins again while another one goes on.

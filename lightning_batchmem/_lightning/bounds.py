@@ -58,12 +58,12 @@ def reached_samples(trainer: Trainer, stage: str, largest_size: int, info: Loade
         return math.inf
     limit = getattr(trainer, f"limit_{stage}_batches")
     size = info.size_at(largest_size)
-    if isinstance(limit, float):
-        # The number of batches is rounded down, and the last one may not be full.
-        reached = math.inf if info.samples is None else math.ceil(limit * (info.samples + size))
-        reached = min(reached, math.inf if info.samples is None else info.samples)
-    else:
+    reached: float = math.inf
+    if isinstance(limit, int):
         reached = limit * size
+    elif info.samples is not None:
+        # The number of batches is rounded down, and the last one may not be full.
+        reached = min(info.samples, math.ceil(limit * (info.samples + size)))
     if stage == "train" and trainer.max_steps > 0 and _steps_are_batches(trainer):
         reached = min(reached, trainer.max_steps * trainer.accumulate_grad_batches * size)
     return max(1, reached * info.replicas)

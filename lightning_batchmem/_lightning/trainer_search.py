@@ -257,8 +257,8 @@ class TrainerSearch:
             chosen = replace(found.plan.chosen, state=state_text, is_verified=is_verified)
             return replace(found, plan=replace(found.plan, chosen=chosen))
         note = (
-            "The state in which the training starts limits the size, also by the pieces in which it"
-            f" leaves memory: {state_text} alone, {self.options.unit.size(size)} fit."
+            "The state in which the training starts limits the size, perhaps because it fragments"
+            f" memory: {state_text} alone, {self.options.unit.size(size)} fit."
         )
         of_given_plan = [one for one in found.plan.notes if one.startswith(NOT_USED)]
         notes = (note, *at_start.plan.notes, *of_given_plan)

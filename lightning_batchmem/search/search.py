@@ -69,7 +69,7 @@ class BatchSizeSearch:
         self._progress = progress
         self._runner = TrialRunner(program, room.device, ranks, policy, progress.begin_step)
         self._limits = search_limits(program, room, options, policy, ranks)
-        # A later state may run out of memory that the first one has left in pieces.
+        # A later state may run out of memory that the first one has fragmented.
         self._later_runner: TrialRunner | None = None
         if program.later is not None and self._limits.catches_errors:
             later = program.later

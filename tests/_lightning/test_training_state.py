@@ -226,8 +226,8 @@ def test_a_state_at_the_start_that_needs_more_limits_the_size(search, device):
     assert sizes.seen == {plan.batch_size}
     assert plan.verified
     note = (
-        "The state in which the training starts limits the size, also by the pieces in which it"
-        f" leaves memory: in the state that later= makes alone, {FOUND} samples fit."
+        "The state in which the training starts limits the size, perhaps because it fragments"
+        f" memory: in the state that later= makes alone, {FOUND} samples fit."
     )
     assert note in plan.notes
     assert not any("earlier plan" in note or "pass later=" in note for note in plan.notes)
