@@ -182,6 +182,7 @@ ASSIGNED = {
         "torch.backends.cudnn.enabled",
         "torch._C._set_cudnn_enabled",
         "type(torch.backends.cudnn).enabled",
+        "layer.flatten_parameters",
     },
     "state/refill.py": {"array.shape", "array.flags.writeable"},
     "state/saved_storages.py": {"leaf.grad", "leaf.data", "self.tensor.grad"},

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
 MODELLED = HERE / "cuda_stub.cpp"
+OF_CUDNN = HERE / "cudnn_stub.cpp"
 NOT_MODELLED = HERE / "not_modelled.cpp"
 EXPORTED = HERE / "exported.map"
 OWN_HEADERS = HERE / "include"
@@ -42,6 +43,8 @@ REAL = re.compile(
     r"|cu(blas|blasLt|sparse)(Logger|SetLogger|GetLogger)\w+"
     r"|p?nccl(GetVersion|GetErrorString|GetLastError|ResetDebugInit\w*|Param\w+)"
 )
+# The first version of cuDNN that plans for a device which is described to it.
+FIRST_CUDNN_WITHOUT_DEVICE = (9, 8)
 # As nm has them: functions with a global, a weak or an indirect symbol.
 FUNCTION_SYMBOLS = "TWi"
 SYSTEMS = {"Darwin": "macOS"}
@@ -65,15 +68,16 @@ def library_folder(site_packages: Path | None = None) -> Path:
     packages = site_packages or _packages_with_torch()
     headers = _header_folder(packages)
     libraries = _replaced_libraries(packages)
+    cudnn = _cudnn_headers(packages)
     cache = _cache_folder()
-    folder = cache / _name(headers, libraries)
+    folder = cache / _name(headers, cudnn, libraries)
     is_complete = _is_complete(folder)
     if not is_complete:
         _require_compiler()
         _make(cache)
     _check(cache)
     if not is_complete:
-        _build(folder, headers, libraries)
+        _build(folder, headers, cudnn, libraries)
     _require_own(folder)
     _require_own(folder / LIBRARY)
     return folder
@@ -125,6 +129,14 @@ def _header_folder(site_packages: Path) -> Path:
                 " package index."
             )
     return headers
+
+
+def _cudnn_headers(site_packages: Path) -> Path | None:
+    """The folder of cuDNN's headers; ``None`` where its version cannot plan without a device."""
+    headers = site_packages / "nvidia" / "cudnn" / "include"
+    text = "".join(path.read_text() for path in headers.glob("cudnn_version.h"))
+    version = re.findall(r"^#define CUDNN_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE)
+    return headers if tuple(map(int, version)) >= FIRST_CUDNN_WITHOUT_DEVICE else None
 
 
 def _replaced_libraries(site_packages: Path) -> list[Path]:
@@ -205,10 +217,12 @@ def _require_own(path: Path) -> None:
     )
 
 
-def _name(headers: Path, libraries: list[Path]) -> str:
+def _name(headers: Path, cudnn: Path | None, libraries: list[Path]) -> str:
     """A name that changes with everything that the library is made of."""
     inputs = [Path(__file__), MODELLED, NOT_MODELLED, EXPORTED, *sorted(OWN_HEADERS.rglob("*.h"))]
     inputs += [headers / "cuda.h", headers / "cuda_runtime_api.h"]
+    if cudnn is not None:
+        inputs += [OF_CUDNN, *sorted(cudnn.glob("cudnn*.h"))]
     checksum = hashlib.sha256()
     for path in inputs:
         checksum.update(path.read_bytes())
@@ -229,7 +243,7 @@ def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (LIBRARY, *LINKS))
 
 
-def _build(folder: Path, headers: Path, libraries: list[Path]) -> None:
+def _build(folder: Path, headers: Path, cudnn: Path | None, libraries: list[Path]) -> None:
     """Compile into a temporary folder, and give it the name when it is complete.
 
     Another process may build the same at the same time. The first one of them gives it the name.
@@ -238,7 +252,7 @@ def _build(folder: Path, headers: Path, libraries: list[Path]) -> None:
         with TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as temporary:
             made = Path(temporary) / folder.name
             made.mkdir(mode=0o700)
-            _compile(made / LIBRARY, headers, libraries, Path(temporary))
+            _compile(made / LIBRARY, headers, cudnn, libraries, Path(temporary))
             for link in LINKS:
                 (made / link).symlink_to(LIBRARY)
             _rename(made, folder)
@@ -246,19 +260,34 @@ def _build(folder: Path, headers: Path, libraries: list[Path]) -> None:
         raise _not_writable(folder.parent, error) from None
 
 
-def _compile(made: Path, headers: Path, libraries: list[Path], scratch: Path) -> None:
+def _compile(
+    made: Path, headers: Path, cudnn: Path | None, libraries: list[Path], scratch: Path
+) -> None:
     """Compile the functions that are modelled, then one for each other function of a library."""
-    modelled, others = scratch / "modelled.o", scratch / "not_modelled.o"
-    includes = [f"-I{OWN_HEADERS}", f"-I{headers}", f"-I{scratch}"]
-    _run("g++", *COMPILER_FLAGS, *includes, MODELLED, "-o", modelled)
+    folders = [OWN_HEADERS, headers, scratch]
+    sources = [MODELLED]
     functions = {library.name: _functions(library) for library in libraries}
     functions["libcuda.so.1"] = _driver_functions((headers / "cuda.h").read_text())
-    lines = _lines_for_others(functions, modelled=_functions(modelled))
+    if cudnn is not None:
+        folders = [cudnn, *folders]
+        sources.append(OF_CUDNN)
+        functions["libcudnn.so.9"] = _handle_functions(cudnn)
+    includes = [f"-I{folder}" for folder in folders]
+    objects = [_compiled(source, includes, scratch) for source in sources]
+    modelled = set().union(*map(_functions, objects))
+    lines = _lines_for_others(functions, modelled)
     (scratch / "not_modelled.inc").write_text("".join(f"{line}\n" for line in lines))
-    _run("g++", *COMPILER_FLAGS, *includes, NOT_MODELLED, "-o", others)
-    _run("g++", modelled, others, *_static_flags(), *LINKER_FLAGS, "-o", made)
+    objects.append(_compiled(NOT_MODELLED, includes, scratch))
+    _run("g++", *objects, *_static_flags(), *LINKER_FLAGS, "-o", made)
     # The umask of the user may allow more.
     made.chmod(0o700)
+
+
+def _compiled(source: Path, includes: list[str], scratch: Path) -> Path:
+    """The object file of a source."""
+    made = scratch / f"{source.stem}.o"
+    _run("g++", *COMPILER_FLAGS, *includes, source, "-o", made)
+    return made
 
 
 def _functions(path: Path) -> set[str]:
@@ -280,6 +309,19 @@ def _driver_functions(header: str) -> set[str]:
         f"{name}_{suffix.lower()}" for suffix, name in re.findall(renamed, header, re.MULTILINE)
     }
     return declared | versions | {name[:-5] for name in of_threads} | of_threads
+
+
+def _handle_functions(headers: Path) -> set[str]:
+    """Names of the functions of cuDNN that take a handle, which need a device.
+
+    The others are those of cuDNN itself.
+    """
+    declared = r"CUDNNWINAPI\s+(cudnn\w+)\(\s*cudnnHandle_t\b"
+    return {
+        name
+        for header in sorted(headers.glob("cudnn*.h"))
+        for name in re.findall(declared, header.read_text())
+    }
 
 
 def _lines_for_others(functions: dict[str, set[str]], modelled: set[str]) -> list[str]:

@@ -31,7 +31,10 @@ _PR_SET_PDEATHSIG = 1
 PACKAGE = "lightning_batchmem.simulated_gpu"
 
 # Each of them imports those before it.
-VALUE_MODULES = ("known", "frames", "neutral", "operators", "reads", "shapes", "values")
+VALUE_MODULES = (
+    *("known", "frames", "neutral", "operators", "reads", "shapes"),
+    *("attention", "values"),
+)
 
 
 class Child:
@@ -107,9 +110,9 @@ class Child:
             os._exit(0)
 
     def _change_torch(self, torch: Any) -> None:
-        """Switch cuDNN off, which needs a driver, and compute the values that are known."""
+        """Leave cuDNN what it plans without a device, and compute the values that are known."""
         show_the_gpu()
-        switch_off_cudnn(torch)
+        limit_cudnn(torch)
         for name in VALUE_MODULES:
             loaded = _loaded_by_path(name)
         self._values = loaded.Values()
@@ -133,7 +136,8 @@ class Child:
             given = inspect.signature(fit).bind(trainer, *arguments, **keywords).arguments
             # The search calls it, also where a class of the project has a ``fit`` of its own.
             vars(trainer)["fit"] = functools.partial(fit, trainer)
-            self.finish(self._checked("search", given, self._request, self._values))
+            request = {**self._request, "simulates_cudnn": simulates_cudnn()}
+            self.finish(self._checked("search", given, request, self._values))
 
         kind.__init__ = checked_init
         kind.fit = searching_fit
@@ -155,6 +159,24 @@ class Child:
             self.finish({"error": True, "assumptions": self._values.assumptions})
 
 
+def simulates_cudnn() -> bool:
+    """Whether cuDNN plans for the simulated GPU.
+
+    The library is compiled for it where its version can plan without a device.
+    ``CUDA_STUB_CUDNN=0`` switches it off.
+    """
+    is_compiled = hasattr(ctypes.CDLL(None), "cuda_stub_has_cudnn")
+    return is_compiled and os.environ.get("CUDA_STUB_CUDNN") != "0"
+
+
+def limit_cudnn(torch: Any) -> None:
+    """Leave cuDNN its convolutions and attention, or nothing where it needs a device for them."""
+    if simulates_cudnn():
+        _keep_from_cudnn(torch)
+    else:
+        switch_off_cudnn(torch)
+
+
 def switch_off_cudnn(torch: Any) -> None:
     """Let torch take its own kernels, also where a program switches cuDNN on."""
     torch.backends.cudnn.enabled = False
@@ -163,6 +185,39 @@ def switch_off_cudnn(torch: Any) -> None:
     type(torch.backends.cudnn).enabled = property(lambda _: False, _ignore)
     # The attention of cuDNN has a switch of its own, and is preferred on Hopper.
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+# Operators for which torch prefers functions of cuDNN that need a device: their workspaces are not
+# known without one.
+_NEED_A_DEVICE = (
+    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
+    *("batch_norm", "instance_norm", "ctc_loss", "grid_sampler"),
+)
+
+
+def _keep_from_cudnn(torch: Any) -> None:
+    """Let torch take its own kernels for the operators that cuDNN cannot plan without a device."""
+    for name in _NEED_A_DEVICE:
+        own = _without_cudnn(torch, getattr(torch, name))
+        setattr(torch, name, own)
+        # ``torch.nn.LSTM`` and its like look for the operators here.
+        setattr(torch._VF, name, own)
+    layer = torch.nn.RNNBase
+    layer.flatten_parameters = _without_cudnn(torch, layer.flatten_parameters)
+
+
+def _without_cudnn(torch: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def with_own_kernels(*arguments: Any, **keywords: Any) -> Any:
+        # These names are private in torch 2.5.1 to 2.14. The public context manager sets more.
+        is_enabled = torch._C._get_cudnn_enabled()
+        torch._C._set_cudnn_enabled(False)
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            torch._C._set_cudnn_enabled(is_enabled)
+
+    return with_own_kernels
 
 
 def show_the_gpu() -> None:

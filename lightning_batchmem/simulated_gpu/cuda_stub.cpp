@@ -1,6 +1,7 @@
 // A stub of the CUDA runtime: the functions of libcudart, libcublas, libcuda and libnvidia-ml that
 // PyTorch calls, over the memory of the host. tests/cuda_stub/README.md has its settings and limits.
 // Any other function of these libraries ends the process and names itself (not_modelled.cpp).
+// cudnn_stub.cpp has the functions of cuDNN.
 //
 // PyTorch's own code runs unchanged above it: the caching allocator, streams, events, hooks and
 // out-of-memory errors. Kernels do nothing, so results have no meaning. Two things are modelled: the
@@ -1259,12 +1260,16 @@ CUresult cuStreamWriteValue32(CUstream, CUdeviceptr at, cuuint32_t value, unsign
   return CUDA_SUCCESS;
 }
 
-// Private tables of the driver. Two libraries work without them, as on a machine without a driver:
-// NVRTC compiles, and with CUPTI the profiler of torch reports no kernels.
+// Private tables of the driver, of which none is answered. Some libraries work without them, as on a
+// machine without a driver: NVRTC compiles, cuDNN and the cuBLASLt that it calls plan, and with CUPTI
+// the profiler of torch reports no kernels.
 CUresult cuGetExportTable(const void** table, const CUuuid*) {
   const void* caller = __builtin_return_address(0);
   std::string library = library_of(caller);
-  if (library.rfind("libcupti", 0) != 0 && library.rfind("libnvrtc", 0) != 0)
+  bool works_without = false;
+  for (const char* name : {"libcupti", "libnvrtc", "libcudnn", "libcublasLt"})
+    works_without = works_without || library.rfind(name, 0) == 0;
+  if (!works_without)
     cuda_stub_not_modelled("libcuda.so.1", "cuGetExportTable", caller);
   *table = nullptr;
   return CUDA_ERROR_NOT_FOUND;
@@ -1412,6 +1417,95 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction, void**, void**) {
 
 CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig*) {
   *count = 1;
+  return CUDA_SUCCESS;
+}
+
+// What cuDNN calls when it compiles the kernels of attention: a module is loaded, its kernels are
+// looked up, and linking gives back what it was given.
+
+#undef cuCtxPopCurrent
+#undef cuCtxPushCurrent
+#undef cuLinkAddData
+#undef cuLinkCreate
+#undef cuStreamGetCtx
+
+CUresult cuGetErrorName(CUresult, const char** text) {
+  *text = "CUDA_ERROR_OF_THE_STUB";
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxPushCurrent(CUcontext) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxPopCurrent(CUcontext* context) {
+  return context ? cuCtxGetCurrent(context) : CUDA_SUCCESS;
+}
+
+CUresult cuStreamGetCtx(CUstream, CUcontext* context) {
+  return cuCtxGetCurrent(context);
+}
+
+CUresult cuLibraryLoadData(CUlibrary* made, const void*, CUjit_option*, void**, unsigned,
+                           CUlibraryOption*, void**, unsigned) {
+  *made = reinterpret_cast<CUlibrary>(new int{});
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLibraryLoadFromFile(CUlibrary* made, const char*, CUjit_option*, void**, unsigned,
+                               CUlibraryOption*, void**, unsigned) {
+  return cuLibraryLoadData(made, nullptr, nullptr, nullptr, 0, nullptr, nullptr, 0);
+}
+
+CUresult cuLibraryUnload(CUlibrary library) {
+  delete reinterpret_cast<int*>(library);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLibraryGetKernel(CUkernel* found, CUlibrary library, const char*) {
+  *found = reinterpret_cast<CUkernel>(library);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuKernelGetAttribute(int* value, CUfunction_attribute attribute, CUkernel, CUdevice) {
+  return cuFuncGetAttribute(value, attribute, nullptr);
+}
+
+CUresult cuKernelSetAttribute(CUfunction_attribute, int, CUkernel, CUdevice) {
+  return CUDA_SUCCESS;
+}
+
+CUresult cuOccupancyMaxPotentialClusterSize(int* size, CUfunction, const CUlaunchConfig*) {
+  // The largest that all devices with clusters have.
+  *size = 8;
+  return CUDA_SUCCESS;
+}
+
+struct Linked {
+  const void* data;
+  size_t bytes;
+};
+
+CUresult cuLinkCreate(unsigned, CUjit_option*, void**, CUlinkState* state) {
+  *state = reinterpret_cast<CUlinkState>(new Linked{});
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLinkAddData(CUlinkState state, CUjitInputType, void* data, size_t bytes, const char*,
+                       unsigned, CUjit_option*, void**) {
+  *reinterpret_cast<Linked*>(state) = {data, bytes};
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLinkComplete(CUlinkState state, void** data, size_t* bytes) {
+  auto* linked = reinterpret_cast<Linked*>(state);
+  *data = const_cast<void*>(linked->data);
+  *bytes = linked->bytes;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuLinkDestroy(CUlinkState state) {
+  delete reinterpret_cast<Linked*>(state);
   return CUDA_SUCCESS;
 }
 

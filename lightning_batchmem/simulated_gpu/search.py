@@ -31,8 +31,8 @@ from lightning_batchmem.state.saved_storages import SavedStorages
 _LARGEST_SAVED_BYTES = 2**20
 
 # Modules for which PyTorch takes cuDNN on a real GPU.
-_OF_CUDNN = (
-    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.RNNBase),
+_CONVOLUTIONS = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
     *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
 )
 
@@ -77,7 +77,8 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
 
     Args:
         given: the arguments of ``Trainer.fit``, with the trainer as ``self``.
-        request: see :func:`~lightning_batchmem.simulated_gpu.launch.run`.
+        request: see :func:`~lightning_batchmem.simulated_gpu.launch.run`, and whether cuDNN plans
+            for the GPU, as ``simulates_cudnn``.
         values: the values that are computed in this process.
 
     Raises:
@@ -90,11 +91,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     notes = []
     if given.get("ckpt_path") is not None:
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
-    if any(isinstance(part, _OF_CUDNN) for part in given["model"].modules()):
-        notes.append(
-            "cuDNN is not simulated: convolutions and recurrent layers ran on PyTorch's own"
-            " kernels, which may need more or less memory."
-        )
+    notes += _notes_about_cudnn(given["model"], is_simulated=request["simulates_cudnn"])
     finder = _finder(trainer, request["options"], notes)
     try:
         plan = finder.search(
@@ -119,6 +116,24 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         "assumptions": notes,
         "multiple_of": finder.options.multiple_of or 1,
     }
+
+
+def _notes_about_cudnn(model: torch.nn.Module, *, is_simulated: bool) -> list[str]:
+    """Which layers of the model run on other kernels than on a real GPU."""
+    layers = []
+    if not is_simulated and any(isinstance(part, _CONVOLUTIONS) for part in model.modules()):
+        layers.append("convolutions")
+    if any(isinstance(part, torch.nn.RNNBase) for part in model.modules()):
+        layers.append("recurrent layers")
+    if not layers:
+        return []
+    text = f"{' and '.join(layers).capitalize()} ran on PyTorch's own kernels and not on cuDNN's"
+    if not is_simulated:
+        # This function of torch has no type annotations.
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        major, rest = divmod(version or 0, 10_000)
+        text += f" {major}.{rest // 100} (9.8 is the first that can plan without a GPU)"
+    return [f"{text}. They may need more or less memory."]
 
 
 def simulated_plan(plan: Plan, gpu: str, notes: list[str]) -> Plan:

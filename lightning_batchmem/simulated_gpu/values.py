@@ -6,7 +6,7 @@ weights or on large products is unknown: one number stands for all its elements 
 shape that depends on unknown values takes the worst case, and the line of the project is named.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
-only, and neighbours that were loaded before: known, frames, neutral, operators, reads, shapes.
+only, and neighbours that were loaded before (``VALUE_MODULES`` in ``child.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from lightning_batchmem.simulated_gpu.attention import OPERATORS, CudnnAttention
 from lightning_batchmem.simulated_gpu.frames import Assumptions, is_initialization
 from lightning_batchmem.simulated_gpu.known import (
     WRITTEN,
@@ -131,6 +132,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "_amp_foreach_non_finite_check_and_unscale": _run_only,
             "resize": _resized,
             "lift_fresh": _lifted,
+            **dict.fromkeys(OPERATORS, CudnnAttention(self._assumptions.sentences).run),
         }
         os.register_at_fork(after_in_child=self.exit)
 

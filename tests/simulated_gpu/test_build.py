@@ -30,7 +30,8 @@ echo compiled > "$made"
 """
 SYMBOLS = """#!/bin/sh
 case "$*" in
-  *modelled.o) echo "0 T cudaMalloc"; echo "0 T _ZN3std" ;;
+  *cuda_stub.o) echo "0 T cudaMalloc"; echo "0 T _ZN3std" ;;
+  *cudnn_stub.o) echo "0 T cudnnCreate" ;;
   *libcudart*) echo "0 T cudaMalloc@@libcudart.so.13"; echo "0 T cudaMalloc_ptsz@@libcudart.so.13"
                echo "0 T cudaNew@@libcudart.so.13"; echo "0 A libcudart.so.13" ;;
   *libcublas.so*) echo "0 T cublasGetVersion"; echo "0 W cublasDraw"; echo "0 D cublasData" ;;
@@ -41,6 +42,16 @@ HEADER = """
 #define cuWait __CUDA_API_PTSZ(cuWait)
 CUresult CUDAAPI cuDraw(int line);
 CUresult CUDAAPI cuWait(void);
+"""
+
+
+CUDNN_HEADER = """
+cudnnStatus_t CUDNNWINAPI
+cudnnCreate(cudnnHandle_t *handle);
+CUDNN_DEPRECATED cudnnStatus_t CUDNNWINAPI
+cudnnNormalize(cudnnHandle_t handle, int mode);
+cudnnStatus_t CUDNNWINAPI
+cudnnDescribe(cudnnTensorDescriptor_t described);
 """
 
 
@@ -129,6 +140,9 @@ def test_the_name_changes_with_everything_that_is_compiled(packages, cache, tmp_
         lambda: (packages / "nvidia/cu13/lib/libcublas.so.13").write_text("newer"),
         lambda: (packages / "nvidia/cu13/lib/libcufft.so.14").write_text(""),
         change_version,
+        lambda: add_cudnn(packages, 8),
+        lambda: add_cudnn(packages, 9),
+        lambda: monkeypatch.setattr(build, "OF_CUDNN", source),
     ]
     for change in changes:
         change()
@@ -148,6 +162,34 @@ def test_functions_that_are_not_modelled_are_listed_with_their_library(packages,
         'NOT_MODELLED("libcuda.so.1", cuWait)',
         'NOT_MODELLED("libcuda.so.1", cuWait_ptsz)',
     ]
+
+
+def add_cudnn(packages, minor):
+    include = packages / "nvidia" / "cudnn" / "include"
+    include.mkdir(parents=True, exist_ok=True)
+    (include / "cudnn_ops.h").write_text(CUDNN_HEADER)
+    version = f"#define CUDNN_MAJOR 9\n#define CUDNN_MINOR {minor}\n"
+    (include / "cudnn_version.h").write_text(version)
+
+
+@pytest.mark.parametrize(("minor", "is_compiled"), [(7, False), (8, True), (24, True)])
+def test_cudnn_is_compiled_where_it_plans_without_a_device(
+    packages, cache, programs, minor, is_compiled
+):
+    without = build.library_folder(packages)
+    add_cudnn(packages, minor)
+    assert (build.library_folder(packages) != without) == is_compiled
+    assert (f"{build.OF_CUDNN} -o" in (programs / "log").read_text()) == is_compiled
+    # Functions with a handle need a device, if they are not modelled.
+    lines = [line for line in (programs / "inc").read_text().splitlines() if "cudnn" in line]
+    assert lines == is_compiled * ['NOT_MODELLED("libcudnn.so.9", cudnnNormalize)']
+
+
+def test_a_version_of_cudnn_that_cannot_be_read_is_left_out(packages, cache):
+    without = build.library_folder(packages)
+    add_cudnn(packages, 24)
+    (packages / "nvidia/cudnn/include/cudnn_version.h").write_text('#include "other.h"\n')
+    assert build.library_folder(packages) == without
 
 
 def test_the_headers_of_cuda_12_are_in_another_package(packages, cache):

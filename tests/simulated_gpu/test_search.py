@@ -14,7 +14,7 @@ from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import OLD_PLAN, quiet_trainer
 from tests.helpers.plans import plan_with
 
-REQUEST = {"options": {}, "gpu": "RTX-4090"}
+REQUEST = {"options": {}, "gpu": "RTX-4090", "simulates_cudnn": False}
 
 
 class NoValues:
@@ -150,7 +150,21 @@ def test_several_devices_or_nodes_are_refused(given):
         simulated.use_one_device(given)
 
 
-@pytest.mark.parametrize("layer", [torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(1, 1)])
-def test_what_cudnn_would_do_is_named(finders, layer):
-    result = run(quiet_trainer(), model=torch.nn.Sequential(layer))
-    assert result["assumptions"][0].startswith("cuDNN is not simulated")
+def assumed_with(*layers):
+    return run(quiet_trainer(), model=torch.nn.Sequential(*layers))["assumptions"][:-1]
+
+
+def test_layers_that_do_not_run_on_cudnn_are_named(finders, monkeypatch):
+    convolution, recurrent = torch.nn.Conv2d(1, 1, 1), torch.nn.LSTM(1, 1)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90_100)
+    version = "9.1 (9.8 is the first that can plan without a GPU)"
+    more = "They may need more or less memory."
+    assert assumed_with(convolution, recurrent) == [
+        "Convolutions and recurrent layers ran on PyTorch's own kernels and not on cuDNN's"
+        f" {version}. {more}"
+    ]
+    monkeypatch.setitem(REQUEST, "simulates_cudnn", True)
+    assert assumed_with(convolution) == []
+    assert assumed_with(convolution, recurrent) == [
+        f"Recurrent layers ran on PyTorch's own kernels and not on cuDNN's. {more}"
+    ]

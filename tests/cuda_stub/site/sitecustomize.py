@@ -1,10 +1,10 @@
-"""Switch cuDNN off when torch is imported.
+"""Switch cuDNN off when torch is imported, unless CUDA_STUB_CUDNN is 1.
 
-cuDNN needs a driver, so convolutions and recurrent layers use PyTorch's own kernels on the stub.
 Python imports this module at its start, before torch.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -15,4 +15,5 @@ PATH = ROOT / "lightning_batchmem" / "simulated_gpu" / "child.py"
 spec = importlib.util.spec_from_file_location("simulated_gpu_child", PATH)
 child = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(child)
-sys.meta_path.insert(0, child.ChangedModules({"torch": child.switch_off_cudnn}))
+os.environ.setdefault("CUDA_STUB_CUDNN", "0")
+sys.meta_path.insert(0, child.ChangedModules({"torch": child.limit_cudnn}))
