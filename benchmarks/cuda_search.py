@@ -18,6 +18,8 @@ search that ends with an error is right where ``quiet`` is 0.
     # the variants: another precision; Hopper's workspaces; expandable segments
     python -m benchmarks.cuda_search --precision bf16-mixed
     CUDA_STUB_CAPABILITY=9.0 python -m benchmarks.cuda_search
+    # with cuDNN, which plans for this GPU; the devices keep their small memory
+    python -m benchmarks.cuda_search --gpu RTX-4090
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks.cuda_search
     # also to benchmarks/results; each variant has a file of its own
     python -m benchmarks.cuda_search --write
@@ -62,6 +64,8 @@ from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.simulated_gpu.launch import kernels_of
 
 EPOCHS = 3
 QUIET_SHARE = 0.95
@@ -294,8 +298,10 @@ def summary(rows: list[dict[str, Any]], way: str) -> str:
     )
 
 
-def variant(precision: str) -> str:
+def variant(precision: str, gpu: str | None) -> str:
     """What differs from the default of the stub, for the name of a file; empty if nothing does."""
+    if gpu is not None:
+        return f"_cudnn_{gpu}" + (f"_{precision}" if precision != DEFAULT_PRECISION else "")
     capability = os.environ.get("CUDA_STUB_CAPABILITY", "8.0")
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     settings = [
@@ -312,8 +318,27 @@ def written_rows(path: Path, ways: list[str]) -> dict[tuple[str, float], dict[st
     return {(row["network"], row["GiB"]): row for row in rows if set(ways) <= set(row["found"])}
 
 
-def start_on_stub() -> None:
-    """Replace this process by the same command on the stub, unless it runs there."""
+def variables_of(name: str) -> dict[str, str]:
+    """Settings of the stub for a GPU, without its memory, and with cuDNN."""
+    gpu = gpu_named(name)
+    _, architecture = kernels_of(gpu)
+    major, minor = gpu.capability
+    settings = {
+        "CUDNN": 1,
+        "CAPABILITY": f"{major}.{minor}",
+        "KERNELS": architecture,
+        "SMS": gpu.multiprocessors,
+        "L2_MIB": gpu.l2_cache_bytes and gpu.l2_cache_bytes / 2**20,
+    }
+    return {f"CUDA_STUB_{key}": str(value) for key, value in settings.items() if value is not None}
+
+
+def start_on_stub(gpu: str | None) -> None:
+    """Replace this process by the same command on the stub, unless it runs there.
+
+    Args:
+        gpu: name of a GPU for which cuDNN plans; None: the default device, without cuDNN.
+    """
     # With this variable torch looks for devices without starting CUDA, so that copies of this
     # process can start it.
     # Source: https://docs.pytorch.org/docs/stable/cuda_environment_variables.html
@@ -321,6 +346,8 @@ def start_on_stub() -> None:
     if os.environ.get(variable) == "1" and hasattr(ctypes.CDLL(None), "cuda_stub_resize"):
         return
     os.environ[variable] = "1"
+    if gpu is not None:
+        os.environ.update(variables_of(gpu))
     launcher = str(ROOT / "tests" / "cuda_stub" / "run")
     os.execv(launcher, [launcher, sys.executable, "-m", "benchmarks.cuda_search", *sys.argv[1:]])
 
@@ -345,8 +372,9 @@ def main() -> None:
     parser.add_argument(
         "--missing", action="store_true", help="keep the rows of benchmarks/results"
     )
+    parser.add_argument("--gpu", help="GPU for which cuDNN plans; default: no cuDNN")
     chosen = parser.parse_args()
-    start_on_stub()
+    start_on_stub(chosen.gpu)
     # Lightning 2.6.6 does not pass ``max_val`` to all calls of this function, so that its search
     # would end at the default. It is raised, because the search is judged and not this number.
     adjust = batch_size_scaling._adjust_batch_size
@@ -358,7 +386,7 @@ def main() -> None:
         for name in chosen.only
         for gibibytes in chosen.gibibytes or NETWORKS[name].gibibytes
     ]
-    name = f"cuda_search{variant(chosen.precision)}"
+    name = f"cuda_search{variant(chosen.precision, chosen.gpu)}"
     kept = {}
     if chosen.missing:
         # The name of the device is in the path, and a copy of this process reads it.

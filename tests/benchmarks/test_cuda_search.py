@@ -41,12 +41,12 @@ def test_the_summary_counts_refusals_apart_from_trainings_that_die():
 def test_each_variant_has_a_name(monkeypatch):
     for name in ("CUDA_STUB_CAPABILITY", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert variant("32-true") == ""
-    assert variant("bf16-mixed") == "_bf16-mixed"
+    assert variant("32-true", None) == ""
+    assert variant("bf16-mixed", None) == "_bf16-mixed"
     monkeypatch.setenv("CUDA_STUB_CAPABILITY", "9.0")
-    assert variant("32-true") == "_capability_9.0"
+    assert variant("32-true", None) == "_capability_9.0"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert variant("32-true") == "_capability_9.0_expandable_segments_True"
+    assert variant("32-true", None) == "_capability_9.0_expandable_segments_True"
 
 
 def test_rows_that_were_written_have_all_finders(tmp_path):
