@@ -49,6 +49,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import batch_size_scaling
 
+from benchmarks import cuda_networks
 from benchmarks.common import (
     ROOT,
     command_line,
@@ -59,7 +60,8 @@ from benchmarks.common import (
     silence,
     trainer_for,
 )
-from benchmarks.cuda_networks import BATCHES_RUN, EPOCH_BATCHES, NETWORKS, Project, project
+from benchmarks.cuda_networks import BATCHES_RUN, EPOCH_BATCHES, Project
+from benchmarks.cudnn_networks import HELD_OUT
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem._lightning.data_source import discard_train_loader
@@ -87,7 +89,18 @@ WAYS: dict[str, Callable[[], Callback]] = {
     ),
 }
 
+NETWORKS = {**cuda_networks.NETWORKS, **HELD_OUT}
+
+WITH_CUDNN = ("vit", "unet", "resnet", "wavenet", "mixer", "autoencoder", *HELD_OUT)
+"""The networks whose layers run on cuDNN."""
+
 FORK = multiprocessing.get_context("fork")
+
+
+def project(name: str, device_bytes: int, batch_size: int = 2) -> Project:
+    if name in HELD_OUT:
+        return Project(HELD_OUT[name], device_bytes, batch_size)
+    return cuda_networks.project(name, device_bytes, batch_size)
 
 
 class Watch(Callback):
@@ -373,7 +386,9 @@ def main() -> None:
         "--missing", action="store_true", help="keep the rows of benchmarks/results"
     )
     parser.add_argument("--gpu", help="GPU for which cuDNN plans; default: no cuDNN")
+    parser.set_defaults(only=None)
     chosen = parser.parse_args()
+    names = chosen.only or (cuda_networks.NETWORKS if chosen.gpu is None else WITH_CUDNN)
     start_on_stub(chosen.gpu)
     # Lightning 2.6.6 does not pass ``max_val`` to all calls of this function, so that its search
     # would end at the default. It is raised, because the search is judged and not this number.
@@ -383,7 +398,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cells = [
         (name, gibibytes)
-        for name in chosen.only
+        for name in names
         for gibibytes in chosen.gibibytes or NETWORKS[name].gibibytes
     ]
     name = f"cuda_search{variant(chosen.precision, chosen.gpu)}"
