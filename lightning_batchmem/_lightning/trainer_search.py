@@ -199,6 +199,7 @@ class TrainerSearch:
                     given_plan=given_plan,
                     found_plan=None if found is None else found.plan,
                     also_size=followed.project_size if self.is_simulated else None,
+                    has_real_times=not self.is_simulated,
                 )
         return FoundPlan(
             replace(plan, notes=(*plan.notes, *state.notes)),

@@ -366,10 +366,12 @@ class NextSize:
     Args:
         batch_size: the size in samples.
         kind: whether it is only measured, or rehearsed as in a training.
+        times_count: whether several steps of a probe are timed.
     """
 
     batch_size: int
     kind: TrialKind
+    times_count: bool = False
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def decide(
     known = TrialsSoFar(trials, limits, policy)
     if not known.ran:
         if lowest < known.smallest_failed:
-            return NextSize(lowest, "probe")
+            return NextSize(lowest, "probe", objective_of(limits.options).times_steps)
         if known.holds_too_much:
             return _not_verified(known)
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
@@ -69,7 +69,8 @@ def decide(
     if not known.has_rehearsed:
         rung = objective.next_probe(known)
         if rung is not None:
-            return NextSize(rung, "probe")
+            times_count = objective.times_steps or known.is_last_probe(rung)
+            return NextSize(rung, "probe", times_count)
     size = objective.next_rehearsal(known)
     if size is not None:
         return NextSize(size, "rehearsal")
@@ -84,7 +85,7 @@ def _first_size(
         reason = f"{limits.unit.size(highest)}: {limits.largest_text}. Nothing was run."
         return Chosen(highest, "dataset", reason, is_verified=False)
     size = min(max(lowest, rounded(first, limits, up=True)), highest)
-    return NextSize(size, "probe")
+    return NextSize(size, "probe", objective_of(limits.options).times_steps)
 
 
 def _not_verified(known: TrialsSoFar) -> Chosen:

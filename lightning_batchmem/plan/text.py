@@ -133,11 +133,13 @@ def _known_sizes(plan: Plan) -> str:
     how_known = rehearsed if largest in verified else "predicted"
     if plan.chosen.state:
         how_known += f", {plan.chosen.state}"
-    text = f"fits {plan.unit.number(largest)} ({how_known})"
+    speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(plan.trials)}
     fastest = plan.fastest_batch_size
+    if fastest is None and largest in speeds:
+        how_known += f", {plan.ranks * speeds[largest]:,.0f} {plan.unit.items}/s"
+    text = f"fits {plan.unit.number(largest)} ({how_known})"
     if fastest is None:
         return text
-    speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(plan.trials)}
     details = []
     if fastest in verified and fastest != largest:
         details.append("verified")

@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
+from lightning_batchmem.plan.trials_so_far import faster_note
 from lightning_batchmem.search.earlier_plan import (
     earlier_plan_not_used,
     find_earlier_plan,
@@ -85,6 +87,7 @@ class BatchSizeSearch:
         given_plan: Plan | str | Path | None = None,
         found_plan: Plan | None = None,
         also_size: int | None = None,
+        has_real_times: bool = True,
     ) -> Plan:
         """Search, or only rehearse the size of an earlier plan if that passes.
 
@@ -94,6 +97,7 @@ class BatchSizeSearch:
             given_plan: an earlier plan, its file, or a log directory.
             found_plan: a plan of this search in another state, whose size is rehearsed first.
             also_size: a size that is rehearsed at the end, where the data allow it.
+            has_real_times: whether a note may compare the times of steps.
 
         Raises:
             RuntimeError: if no size fits.
@@ -135,6 +139,9 @@ class BatchSizeSearch:
         # What grows was measured in that other state, which needs most: a bank is full there.
         if found_plan is None:
             chosen, of_growth = self._with_growth(chosen)
+        of_times: list[str] = []
+        if has_real_times and not objective_of(limits.options).times_steps:
+            of_times = faster_note(self._trials, chosen.batch_size, limits)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
@@ -145,6 +152,7 @@ class BatchSizeSearch:
             notes=(
                 *of_growth,
                 *notes,
+                *of_times,
                 *chosen.notes,
                 *of_trials,
                 *program.notes,
@@ -204,7 +212,9 @@ class BatchSizeSearch:
     def _run(self, step: NextSize) -> Trial:
         """Run a trial on all ranks, of which the worst counts."""
         self._progress.begin_trial(step, self._trials)
-        own_trial, growths = self._runner.run(step.kind, step.batch_size, self._limits)
+        own_trial, growths = self._runner.run(
+            step.kind, step.batch_size, self._limits, times_count=step.times_count
+        )
         if step.kind == "rehearsal":
             own_trial = self._with_later_state(own_trial)
             growth = self._runner.growth(own_trial, growths, self._limits)

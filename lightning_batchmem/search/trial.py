@@ -64,7 +64,7 @@ class TrialRunner:
         self._other_bytes = other_bytes_at_start(program, device)
 
     def run(
-        self, kind: TrialKind, batch_size: int, limits: SearchLimits
+        self, kind: TrialKind, batch_size: int, limits: SearchLimits, *, times_count: bool = False
     ) -> tuple[Trial, dict[Steps, Growth]]:
         """Run a trial from the state in which training starts, under the limit.
 
@@ -94,7 +94,7 @@ class TrialRunner:
                     on_any_rank = self._is_on_any_rank if is_collective else bool
                     rehearse(meter, self._policy, batch_size, on_any_rank)
                 else:
-                    self._probe(meter, batch_size, limits)
+                    self._probe(meter, batch_size, limits, times_count=times_count)
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
             if not is_out_of_memory(error) or is_collective:
@@ -184,20 +184,22 @@ class TrialRunner:
         finally:
             phases.unwatch()
 
-    def _probe(self, meter: TrialMeter, batch_size: int, limits: SearchLimits) -> None:
+    def _probe(
+        self, meter: TrialMeter, batch_size: int, limits: SearchLimits, *, times_count: bool
+    ) -> None:
         """Run a few steps and measure the peak of each phase."""
         policy = self._policy
+        num_timed = policy.timed_steps if times_count else 1
+        seconds = 0.0
+        # The user's steps may exchange data between ranks, in later steps only.
+        if objective_of(limits.options).times_steps and self._ranks.size == 1:
+            seconds = policy.timed_seconds
         for steps in (self._program.training, self._program.evaluation):
             if steps is None:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
                 consecutive.warm_up(policy.warmup_steps)
-                if objective_of(limits.options).times_steps:
-                    # The user's steps may exchange data between ranks, in later steps only.
-                    seconds = policy.timed_seconds if self._ranks.size == 1 else 0.0
-                    consecutive.run_timed(policy.timed_steps, seconds)
-                else:
-                    consecutive.run_timed(1, 0.0)
+                consecutive.run_timed(num_timed, seconds)
                 consecutive.run_others()
                 consecutive.measure_live_bytes()
             if steps is self._program.primary:

@@ -3,6 +3,8 @@
 The tests cover validation, other stages, limits of the size, and the state after a search.
 """
 
+import re
+import time
 import weakref
 
 import pytest
@@ -531,3 +533,23 @@ def test_what_was_asked_for_and_not_done_is_the_first_note(search, device, tmp_p
     assert "fits even if every sample is the longest" in plan.notes[1]
     again = search(module, options={"plan": tmp_path})
     assert again.notes[0].startswith("The earlier plan was not used")
+
+
+def test_a_smaller_size_that_was_faster_is_named(search, device):
+    class Slower(Lawful):
+        """Takes much longer for each sample of a large batch."""
+
+        def training_step(self, batch, batch_idx):
+            size = len(batch[0])
+            time.sleep(1e-4 * size if size > 200 else 0)
+            return super().training_step(batch, batch_idx)
+
+    plan = search(Slower(device, law))
+    (note,) = [note for note in plan.notes if "samples/s" in note]
+    assert f", and {plan.batch_size} samples ran at " in note
+    assert note.endswith('objective="throughput" looks for the fastest size.')
+    assert re.search(rf"fits {plan.batch_size} \(verified, [\d,]+ samples/s\)", str(plan))
+    # A search for the fastest size has it.
+    plan = search(Slower(device, law), options={"objective": "throughput"})
+    assert plan.batch_size < 200
+    assert not [note for note in plan.notes if "samples/s" in note]
