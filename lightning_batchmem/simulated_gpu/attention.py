@@ -26,7 +26,7 @@ OPERATORS = (
 
 
 class CudnnAttention:
-    """Runs cuDNN's attention, and switches it off after :data:`MOST_SHAPES` shapes.
+    """Counts the shapes of cuDNN's attention, and switches it off after :data:`MOST_SHAPES`.
 
     Args:
         sentences: a list to which is added that it was switched off.
@@ -37,12 +37,14 @@ class CudnnAttention:
         self._compiled: set[str] = set()
         self._is_off = False
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the operator. The first one of all prints that kernels are compiled."""
+    def count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Count what the operator will compile, and leave it to run as any other one.
+
+        The first one prints that kernels are compiled.
+        """
         if not self._compiled:
             sys.stderr.write("cuDNN compiles its attention for each new shape: some seconds each\n")
             sys.stderr.flush()
-        result = func(*args, **kwargs)
         shapes = tree_map(_shape, (args, kwargs))
         self._compiled.add(f"{func} {shapes}")
         has_room = len(self._compiled) < MOST_SHAPES
@@ -53,7 +55,7 @@ class CudnnAttention:
                 f"cuDNN's attention was compiled for {MOST_SHAPES} shapes, and all others ran on"
                 " PyTorch's own kernels"
             )
-        return result
+        return NotImplemented
 
 
 def _shape(value: Any) -> Any:

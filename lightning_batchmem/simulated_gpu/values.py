@@ -132,7 +132,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "_amp_foreach_non_finite_check_and_unscale": _run_only,
             "resize": _resized,
             "lift_fresh": _lifted,
-            **dict.fromkeys(OPERATORS, CudnnAttention(self._assumptions.sentences).run),
+            **dict.fromkeys(OPERATORS, CudnnAttention(self._assumptions.sentences).count),
         }
         os.register_at_fork(after_in_child=self.exit)
 
