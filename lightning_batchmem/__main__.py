@@ -25,7 +25,7 @@ from lightning_batchmem import comparison
 from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
-from lightning_batchmem.plan.json_fields import check_regular, read_small
+from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
 from lightning_batchmem.plan.options import object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
@@ -157,8 +157,9 @@ def check(
     tolerance: float = 0.01,
     update: bool = False,
     trainer: dict[str, Any] | None = None,
+    gpu: str | None = None,
 ) -> int:
-    """Compare the memory of a training step on the host with a reference.
+    """Compare the memory of a training step with a reference, on the host or a simulated GPU.
 
     Args:
         make: MODULE:MAKE, a function without arguments that returns a LightningModule, or (module,
@@ -167,18 +168,24 @@ def check(
         tolerance: each part may grow by this share.
         update: write the file instead of comparing with it.
         trainer: arguments of the Trainer, each as in --trainer.precision=bf16-mixed.
+        gpu: measure on a simulated GPU with this name; see simulate.
     """
     if update:
         _check_file(reference)
-        text = memory_test.reference_text(comparison.function_named(make), trainer or {})
-        _write_file(reference, text)
-        _print(f"{reference}")
+    device = memory_test.HOST if gpu is None else command.device_name(gpu)
+    before = None if update else memory_test.read_reference(reference, tolerance, device)
+    remarks: list[str] = []
+    if gpu is None:
+        now = memory_test.measure(comparison.function_named(make), trainer or {})
+    else:
+        now, remarks = command.memory_on(gpu, make, trainer or {})
+    if before is None:
+        _write_file(reference, to_json(now))
+        _print("\n".join([*remarks, f"{reference}"]))
         return 0
-    grown, smaller = memory_test.differences(
-        comparison.function_named(make), reference, tolerance, trainer or {}
-    )
+    grown, smaller = memory_test.compared(before, now, tolerance)
     lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]
-    _print("\n".join(lines))
+    _print("\n".join([*remarks, *lines]))
     return 1 if grown else 0
 
 

@@ -1,4 +1,4 @@
-"""The memory test: the lines of a plan on the host, compared with those in a file."""
+"""The memory test: the lines of a plan for few samples, compared with those in a file."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from lightning_batchmem._version import __version__
 from lightning_batchmem.comparison import Make, check_one_device, make_trainer, restored_process
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.find import SearchOnly
-from lightning_batchmem.plan.json_fields import from_json, read_small, to_json
+from lightning_batchmem.plan.json_fields import from_json, read_small
+from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
 from lightning_batchmem.plan.records import PHASES
+
+HOST = "cpu"
 
 # A search up to 8 samples runs 2 samples too.
 _MAX_BATCH_SIZE = 8
 # The samples that are read must not depend on the speed or the free memory of the machine.
 _READING = ReadingPolicy(max_sample_sizes=64, scan_seconds=math.inf)
 _TRAINER = {
-    "accelerator": "cpu",
     "enable_checkpointing": False,
     "enable_model_summary": False,
     "enable_progress_bar": False,
@@ -58,10 +60,12 @@ class StepMemory:
     Args:
         phases: the lines of its phases.
         versions: the versions that it was measured with.
+        device: ``"cpu"``, or the name of a simulated GPU such as ``"simulated RTX-4090"``.
     """
 
     phases: Mapping[str, PhaseMemory]
     versions: Mapping[str, str]
+    device: str = HOST
 
 
 class _TensorsOnHost(HostMemory):
@@ -77,7 +81,7 @@ class _TensorsOnHost(HostMemory):
         return 2**62
 
 
-class _MemoryTest(SearchOnly):
+class _SearchOnHost(SearchOnly):
     def device_memory(self, device: torch.device) -> _TensorsOnHost:
         return _TensorsOnHost()
 
@@ -141,6 +145,21 @@ def differences(
         ValueError: for an argument out of range, a damaged file, and a step that cannot be
             measured.
     """
+    reference = read_reference(path, tolerance, HOST)
+    return compared(reference, measure(make, base), tolerance)
+
+
+def read_reference(path: Path, tolerance: float, device: str) -> StepMemory:
+    """Read the memory to compare with.
+
+    Args:
+        path: the file.
+        tolerance: the share by which a part may grow.
+        device: what the step is measured on now, as in :class:`StepMemory`.
+
+    Raises:
+        ValueError: for a tolerance out of range, a damaged file, and a file of another device.
+    """
     is_number = isinstance(tolerance, Real) and not isinstance(tolerance, bool)
     if not is_number or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance must be a share such as 0.01, got {tolerance!r}")
@@ -153,12 +172,12 @@ def differences(
             f"{path} must be a reference of the memory test ({error}). Write it again with"
             " --update true."
         ) from error
-    return compared(reference, measure(make, base), tolerance)
-
-
-def reference_text(make: Make, base: Mapping[str, Any]) -> str:
-    """Measure the memory of a step, and return the text of a reference file, as JSON."""
-    return to_json(measure(make, base))
+    if reference.device != device:
+        raise ValueError(
+            f"{path} was measured on another device ({reference.device}, and not {device})."
+            " Name another file, or write this one again with --update true."
+        )
+    return reference
 
 
 def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
@@ -171,18 +190,44 @@ def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
     Raises:
         ValueError: if the step cannot be measured in this way.
     """
-    arguments = {**_TRAINER, **base}
-    if arguments["accelerator"] != "cpu":
+    with restored_process(), _without_collections():
+        trainer, model, data = prepared(make, base, "cpu")
+        plan = finder_of(_SearchOnHost).search(trainer, model, None, data, None)
+    return memory_of(plan, HOST)
+
+
+def prepared(
+    make: Make, base: Mapping[str, Any], accelerator: str
+) -> tuple[Trainer, LightningModule, Any]:
+    """The trainer, the module and the data of a memory test, made with fixed random seeds.
+
+    Raises:
+        ValueError: for arguments of the Trainer with which the step is not measured.
+    """
+    arguments = {**_TRAINER, "accelerator": accelerator, **base}
+    if arguments["accelerator"] != accelerator:
         raise ValueError(
-            f"accelerator must be cpu for the memory test, got {arguments['accelerator']!r}"
+            f"accelerator must be {accelerator} for the memory test, got"
+            f" {arguments['accelerator']!r}"
         )
     check_one_device("the memory test", arguments)
-    finder = _MemoryTest(max_batch_size=_MAX_BATCH_SIZE, worst_case="longest")
+    seed_everything(0, verbose=False)
+    return make_trainer(make, arguments)
+
+
+def finder_of(kind: type[SearchOnly]) -> SearchOnly:
+    """A finder that runs the same few steps in every process."""
+    finder = kind(max_batch_size=_MAX_BATCH_SIZE, worst_case="longest")
     finder.policy = SearchPolicy(reading=_READING)
-    with restored_process(), _without_collections():
-        seed_everything(0, verbose=False)
-        trainer, model, data = make_trainer(make, arguments)
-        plan = finder.search(trainer, model, None, data, None)
+    return finder
+
+
+def memory_of(plan: Plan, device: str) -> StepMemory:
+    """The memory of a step in a plan of :func:`finder_of`.
+
+    Raises:
+        ValueError: if live bytes were not counted, or at one size only.
+    """
     if not all(trial.is_exact for trial in plan.trials):
         raise ValueError("the memory of a compiled step cannot be counted")
     if plan.memory is None:
@@ -191,7 +236,8 @@ def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
         phase: PhaseMemory(round(line.intercept), round(line.slope))
         for phase, line in plan.memory.lines.items()
     }
-    return StepMemory(phases, {"lightning_batchmem": __version__, "torch": torch.__version__})
+    versions = {"lightning_batchmem": __version__, "torch": torch.__version__}
+    return StepMemory(phases, versions, device)
 
 
 @contextmanager

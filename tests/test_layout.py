@@ -36,8 +36,8 @@ LEVELS = {
     "__init__": 9,
     "check": 10,
     "figures": 10,
-    "simulated_gpu": 10,
-    "__main__": 11,
+    "simulated_gpu": 11,
+    "__main__": 12,
 }
 
 

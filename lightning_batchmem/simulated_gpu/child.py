@@ -86,8 +86,8 @@ class Child:
                 runpy.run_path(target, run_name="__main__")
             case "module":
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
-            case "function":
-                arguments = (target, self._request["trainer"])
+            case kind:
+                arguments = (kind, target, self._request["trainer"])
                 trainer, model, data = self._checked("trainer_of", *arguments)
                 trainer.fit(model, data)
 

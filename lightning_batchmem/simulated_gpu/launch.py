@@ -19,6 +19,8 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from lightning_batchmem.check import StepMemory
+from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.simulated_gpu.build import LIBRARY, library_folder
 from lightning_batchmem.simulated_gpu.gpus import Gpu, architecture_for, kernels_missing_text
@@ -32,13 +34,14 @@ class Program:
     """What is run up to its first ``Trainer.fit``.
 
     Args:
-        kind: a file, a module as after ``python -m``, or a function that makes module and data.
+        kind: a file, a module as after ``python -m``, or a function that makes module and data,
+            for a search or for the memory test.
         target: the path or the name.
         arguments: the program's own arguments.
         trainer: arguments of the Trainer for a function.
     """
 
-    kind: Literal["script", "module", "function"]
+    kind: Literal["script", "module", "function", "memory_test"]
     target: str
     arguments: tuple[str, ...] = ()
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -77,12 +80,13 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program found on one GPU: a plan, or why there is none.
+    """What a program found on one GPU: a plan or the memory of a step, or why there is none.
 
     Args:
         gpu: the GPU.
         plan: the plan of the search.
-        assumptions: the notes of the plan that are about the simulation.
+        memory: the memory of a step, of the memory test.
+        assumptions: notes about the simulation, which a plan has too.
         multiple_of: sizes are multiples of it.
         nothing_fits: why no size fits.
         error: why there was no search.
@@ -90,6 +94,7 @@ class Outcome:
 
     gpu: Gpu
     plan: Plan | None = None
+    memory: StepMemory | None = None
     assumptions: tuple[str, ...] = ()
     multiple_of: int = 1
     nothing_fits: str = ""
@@ -234,7 +239,15 @@ def _outcome(program: Program, gpu: Gpu, code: int, files: Mapping[str, Path]) -
         result = json.loads(files["result"].read_text(encoding="utf-8"))
         if "plan" in result:
             plan = Plan.from_json(json.dumps(result["plan"]))
-            return Outcome(gpu, plan, tuple(result["assumptions"]), result["multiple_of"])
+            return Outcome(
+                gpu,
+                plan,
+                assumptions=tuple(result["assumptions"]),
+                multiple_of=result["multiple_of"],
+            )
+        if "memory" in result:
+            memory = from_json(StepMemory, json.dumps(result["memory"]))
+            return Outcome(gpu, memory=memory, assumptions=tuple(result["assumptions"]))
         if "nothing_fits" in result:
             return Outcome(gpu, nothing_fits=result["nothing_fits"])
         return Outcome(gpu, error=result.get("refusal") or _error_text(program, result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_batchmem import comparison
+from lightning_batchmem import check, comparison
 from lightning_batchmem._lightning.packages import in_every_package, is_own_error
 from lightning_batchmem._lightning.strategies import (
     check_strategy,
@@ -25,6 +26,8 @@ from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.state.saved_storages import SavedStorages
+
+MEMORY_TEST = "memory_test"
 
 # The process ends after its search, so nobody needs its weights and its data again. Small buffers
 # may decide what a step does: counters, and places in a memory bank.
@@ -43,9 +46,20 @@ class SimulatedSearch(SearchOnly):
     _is_simulated = True
 
 
-def trainer_of(target: str, arguments: Mapping[str, Any]) -> tuple[Trainer, Any, Any]:
-    """The trainer, the module and the data of a function ``module:name`` of the project."""
-    return comparison.make_trainer(comparison.function_named(target), arguments)
+def trainer_of(kind: str, target: str, arguments: Mapping[str, Any]) -> tuple[Trainer, Any, Any]:
+    """The trainer, the module and the data of a function ``module:name`` of the project.
+
+    Args:
+        kind: ``"function"`` for a search, ``"memory_test"`` for the memory test.
+        target: the name.
+        arguments: arguments of the Trainer.
+    """
+    make = comparison.function_named(target)
+    if kind == MEMORY_TEST:
+        # The moment of a collection depends on other work. A search collects between its trials.
+        gc.disable()
+        return check.prepared(make, arguments, "gpu")
+    return comparison.make_trainer(make, arguments)
 
 
 def use_one_device(given: dict[str, Any]) -> None:
@@ -92,7 +106,11 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     if given.get("ckpt_path") is not None:
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
     notes += _notes_about_cudnn(given["model"], is_simulated=request["simulates_cudnn"])
-    finder = _finder(trainer, request["options"], notes)
+    is_memory_test = request["kind"] == MEMORY_TEST
+    if is_memory_test:
+        finder = check.finder_of(SearchOnly)
+    else:
+        finder = _finder(trainer, request["options"], notes)
     try:
         plan = finder.search(
             trainer,
@@ -110,6 +128,9 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             raise
         return {"nothing_fits": " ".join([*notes, str(error)])}
     notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
+    if is_memory_test:
+        memory = check.memory_of(plan, f"simulated {request['gpu']}")
+        return {"memory": asdict(memory), "assumptions": notes}
     simulated = simulated_plan(plan, request["gpu"], notes)
     return {
         "plan": json.loads(simulated.to_json()),
