@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -268,7 +269,12 @@ def reference(tmp_path):
 
 
 def test_the_same_model_passes_and_a_larger_one_does_not(reference, monkeypatch, capsys):
-    assert list(json.loads(reference.read_text())) == ["phases", "versions"]
+    content = json.loads(reference.read_text())
+    assert list(content) == ["phases", "versions", "device"]
+    assert content["device"] == "cpu"
+    # Version 0.4 has written no device.
+    del content["device"]
+    reference.write_text(json.dumps(content))
     capsys.readouterr()
     assert_memory(make, reference)
     assert capsys.readouterr().out == ""
@@ -303,6 +309,13 @@ def test_without_a_file_it_fails_with_the_command_that_writes_it(tmp_path):
     assert command.startswith(f"check {__name__}:make --reference ")
     assert main(command.split()) == 0
     assert_memory(make, path, base={"precision": "bf16-mixed"})
+
+
+def test_a_reference_of_a_simulated_gpu_is_not_one_of_the_host(tmp_path):
+    path = tmp_path / "memory.json"
+    path.write_text(to_json(replace(MEMORY, device="simulated RTX-4090")))
+    with pytest.raises(ValueError, match=r"another device \(simulated RTX-4090, and not cpu\)"):
+        assert_memory(make, path)
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf"), "0.1", None, True])

@@ -21,6 +21,8 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main, run_installed
+from lightning_batchmem.check import PhaseMemory, StepMemory
+from lightning_batchmem.plan.json_fields import to_json
 from lightning_batchmem.profile.step_csv import read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.launch import Outcome, Program
@@ -621,6 +623,64 @@ def test_find_on_a_simulated_gpu_passes_the_function_and_all_options(simulated):
     assert (gpu, options["min_steps_per_epoch"]) == ("A100-80GB", 10)
 
 
+def step_memory(sample_bytes, **fields):
+    return StepMemory({"forward": PhaseMemory(1000, sample_bytes)}, {}, **fields)
+
+
+def test_the_memory_test_on_a_simulated_gpu(simulated, capsys):
+    asked, outcomes = simulated
+    ours = "simulated RTX-4090"
+    outcomes["RTX-4090"] = {
+        "memory": step_memory(100, device=ours),
+        "assumptions": ("All are assumed.",),
+    }
+    words = ["--gpu", "rtx 4090", "--trainer.precision", "bf16-mixed"]
+    assert check("make", *words, "--update", "true") == 0
+    ((program, gpu, context_bytes, options),) = asked
+    trainer = {"precision": "bf16-mixed"}
+    assert program == Program("memory_test", "my_project:make", trainer=trainer)
+    assert (gpu, context_bytes, options) == ("RTX-4090", 426 * 2**20, {})
+    where = "memory of a step on a simulated RTX-4090; nothing here ran on a GPU"
+    first = [where, "note: All are assumed."]
+    assert capsys.readouterr().out.splitlines() == [*first, "memory.json"]
+    assert json.loads(Path("memory.json").read_text())["device"] == ours
+    assert check("make", *words) == 0
+    assert capsys.readouterr().out.splitlines() == [*first, "equal to memory.json within 1 %"]
+    outcomes["RTX-4090"] = {"memory": step_memory(102, device=ours)}
+    assert check("make", *words) == 1
+    grown = "forward, a sample: 100 -> 102 bytes (+2.0%)"
+    assert capsys.readouterr().out.splitlines() == [where, grown]
+    assert check("make", *words, "--tolerance", "0.02") == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "message"),
+    [
+        ("cpu", ["--gpu", "8GiB"], "(cpu, and not simulated 8GiB)"),
+        ("simulated RTX-4090", ["--gpu", "8GiB"], "(simulated RTX-4090, and not simulated 8GiB)"),
+        ("simulated 8GiB", [], "(simulated 8GiB, and not cpu)"),
+    ],
+)
+def test_a_reference_of_another_device_is_refused(simulated, capsys, device, gpu, message):
+    asked, _ = simulated
+    Path("memory.json").write_text(to_json(step_memory(100, device=device)))
+    assert check("make", *gpu) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: memory.json was measured on another device ")
+    assert message in line
+    assert asked == []
+
+
+@pytest.mark.parametrize("outcome", [{"nothing_fits": "Nothing fits."}, {"error": "it fails"}])
+def test_a_step_without_memory_has_not_grown(simulated, capsys, outcome):
+    _, outcomes = simulated
+    outcomes["8GiB"] = outcome
+    assert check("make", "--gpu", "8GiB", "--update", "true") == 2
+    (reason,) = outcome.values()
+    assert capsys.readouterr() == ("", f"error: simulated 8GiB: {reason}\n")
+    assert not Path("memory.json").exists()
+
+
 def test_simulate_lists_the_gpus(capsys):
     assert main(["simulate", "--list"]) == 0
     assert "RTX-4090" in capsys.readouterr().out
@@ -639,6 +699,10 @@ def test_simulate_lists_the_gpus(capsys):
         ("simulate RTX-4090 --no_such 3 train.py", "unrecognized arguments: --no_such=3"),
         ("simulate RTX-4090", "program"),
         ("find my_project:make --gpu 8GiB --plan plan.json", "plan must be null"),
+        ("check my_project:make --gpu RTX-4091 --update true", "RTX-4090"),
+        ("check my_project:make --gpu 8GiB,9GiB --update true", "is neither a known GPU nor"),
+        ("check my_project:make --gpu 99MiB --update true", "a GPU of 99MiB has no room"),
+        ("check my_project:make --gpu 8GiB", "memory.json does not exist. Write it with --update"),
         ("simulate", "gpus"),
     ],
 )

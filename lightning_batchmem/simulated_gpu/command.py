@@ -10,8 +10,7 @@ from typing import Any
 from lightning_batchmem.check import StepMemory
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions, bytes_in
-from lightning_batchmem.plan.records import mib
-from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, Gpu, gpu_named
+from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
 from lightning_batchmem.simulated_gpu.launch import Outcome, Program, kernels_of, run
 from lightning_batchmem.simulated_gpu.report import table_of, text_of
 
@@ -119,8 +118,12 @@ def simulate(program: Program, gpus: str, context: str, options: Mapping[str, An
     context_bytes = int(bytes_in(context))
     if context_bytes == 0:
         raise ValueError(f"context must be a size such as 300MiB, got {context!r:.80}")
+    named = [gpu_named(name.strip()) for name in gpus.split(",")]
     # Otherwise a GPU without kernels would end the command after minutes on others.
-    named = [_usable_gpu(name.strip(), context_bytes) for name in gpus.split(",")]
+    for gpu in named:
+        kernels_of(gpu)
+        if context_bytes >= gpu.memory_bytes:
+            raise ValueError(f"context must be less than the memory of {gpu.name}, got {context}")
     outcomes = [run(program, gpu, context_bytes, options) for gpu in named]
     return Findings(tuple(outcomes), context_bytes)
 
@@ -149,19 +152,9 @@ def memory_on(gpu: str, make: str, trainer: Mapping[str, Any]) -> tuple[StepMemo
         ValueError: for a GPU that cannot be simulated, and a step that cannot be measured.
     """
     program = Program("memory_test", make, trainer=trainer)
-    outcome = run(program, _usable_gpu(gpu, CONTEXT_BYTES), CONTEXT_BYTES, {})
+    outcome = run(program, gpu_named(gpu), CONTEXT_BYTES, {})
     device = device_name(gpu)
     if outcome.memory is None:
         raise ValueError(f"{device}: {outcome.error or outcome.nothing_fits}")
     remarks = [f"memory of a step on a {device}; nothing here ran on a GPU"]
     return outcome.memory, remarks + [f"note: {text}" for text in outcome.assumptions]
-
-
-def _usable_gpu(name: str, context_bytes: int) -> Gpu:
-    gpu = gpu_named(name)
-    kernels_of(gpu)
-    if context_bytes >= gpu.memory_bytes:
-        raise ValueError(
-            f"context must be less than the memory of {gpu.name}, got {mib(context_bytes)}"
-        )
-    return gpu

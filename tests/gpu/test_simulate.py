@@ -1,10 +1,11 @@
-"""``python -m lightning_batchmem simulate`` and ``find --gpu``, with a CUDA build of torch.
+"""``simulate``, ``find --gpu`` and ``check --gpu`` with a CUDA build of torch.
 
 The commands run outside of the stub that the other tests of this folder run on.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 
 from lightning_batchmem import Plan
 from tests.helpers.cuda_stub import is_setting, needs_stub
+from tests.helpers.simulated_training import one_more_block
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests/helpers/simulated_training.py"
+MODULE = "tests.helpers.simulated_training"
 WAIT_SECONDS = 280
 
 # The sizes that this version of the package finds with torch 2.14.1.
@@ -79,9 +82,47 @@ def test_the_script_does_not_go_on_and_lightning_writes_nothing(tmp_path):
 
 @needs_stub
 def test_a_function_with_find(tmp_path):
-    command = ["find", "tests.helpers.simulated_training:make", "--gpu", "8GiB"]
+    command = ["find", f"{MODULE}:make", "--gpu", "8GiB"]
     plan, _ = plan_of(tmp_path, *command, "--trainer.accelerator=gpu")
     assert plan.batch_size == SIZES["gpt"]["8GiB"]
+
+
+def check(reference, name="make", gpu="8GiB", **options):
+    """Run the memory test on a simulated GPU; returns the process."""
+    words = [f"--{option}={value}" for option, value in options.items()]
+    return run("check", f"{MODULE}:{name}", "--gpu", gpu, f"--reference={reference}", *words)
+
+
+@needs_stub
+def test_a_step_has_the_same_memory_in_two_processes_and_a_deeper_network_more(tmp_path):
+    path = tmp_path / "memory.json"
+    written = check(path, update="true")
+    assert written.returncode == 0, written.stderr
+    same = check(path, tolerance=0)
+    assert same.returncode == 0, same.stderr
+    where = "memory of a step on a simulated 8GiB; nothing here ran on a GPU"
+    assert same.stdout.splitlines()[-2:] == [where, f"equal to {path} within 0 %"]
+    deeper = check(path, "make_deeper")
+    assert deeper.returncode == 1, deeper.stderr
+    lines = deeper.stdout.splitlines()
+    grown = lines[lines.index(where) + 1 :]
+    assert grown[0].startswith("forward, a sample: ")
+    before, after = re.match(
+        r"optimizer step, fixed part: (\S+) -> (\S+) bytes", grown[-1]
+    ).groups()
+    more_bytes = int(after.replace(",", "")) - int(before.replace(",", ""))
+    # Weights, gradients and two states of AdamW, whose step makes roots of the second.
+    weights = sum(parameter.nbytes for parameter in one_more_block().parameters())
+    assert more_bytes == pytest.approx(5 * weights, rel=0.01)
+
+
+@needs_stub
+def test_a_step_that_fits_nowhere_has_not_grown(tmp_path):
+    process = check(tmp_path / "memory.json", gpu="700MiB", update="true")
+    assert process.returncode == 2
+    *_, error = process.stderr.splitlines()
+    assert error.startswith("error: simulated 700MiB: Nothing fits")
+    assert not (tmp_path / "memory.json").exists()
 
 
 @needs_stub

@@ -14,14 +14,25 @@ from lightning.pytorch import LightningModule, Trainer
 
 sys.path.insert(0, os.getcwd())
 
-from benchmarks.cuda_networks import project
+from benchmarks.cuda_networks import Block, project
 
 TRAINER = {"max_epochs": 2, "accelerator": "gpu", "logger": False, "enable_checkpointing": False}
 
 
 def make() -> LightningModule:
-    """The GPT, for ``find --gpu``."""
+    """The GPT, for ``find --gpu`` and ``check --gpu``."""
     return project("gpt", 0)
+
+
+def make_deeper() -> LightningModule:
+    """The GPT with a block more."""
+    module = project("gpt", 0)
+    module.module.blocks.append(one_more_block())
+    return module
+
+
+def one_more_block() -> Block:
+    return Block(384, is_causal=True)
 
 
 def started_program() -> str:

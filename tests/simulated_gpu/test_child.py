@@ -124,7 +124,10 @@ def test_a_module_and_a_function(run):
     assert "trains on cpu" in result["refusal"]
     make = "from tests.helpers.loops import *\ndef make():\n    return 3\n"
     _, result = run(make, kind="function", target="train:make")
-    assert result == {"refusal": "make must return a LightningModule, or (module, data), got int"}
+    refusal = {"refusal": "make must return a LightningModule, or (module, data), got int"}
+    assert result == refusal
+    _, result = run(make, kind="memory_test", target="train:make")
+    assert result == refusal
 
 
 def test_a_changed_module_is_loaded_once_and_others_are_left_alone(tmp_path, monkeypatch):

@@ -3,10 +3,12 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from lightning_batchmem.check import PhaseMemory, StepMemory
 from lightning_batchmem.simulated_gpu import launch
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 from lightning_batchmem.simulated_gpu.launch import Program
@@ -101,6 +103,15 @@ def test_a_plan_comes_back(run):
     assert outcome.multiple_of == 8
     assert outcome.assumptions == ("All are assumed.",)
     assert outcome.plan.batch_size == OLD_PLAN["batch_size"]
+    assert not outcome.error
+
+
+def test_the_memory_of_a_step_comes_back(run):
+    memory = StepMemory({"forward": PhaseMemory(3, 4)}, {"torch": "2"}, "simulated RTX-4090")
+    outcome = run(writing({"memory": asdict(memory), "assumptions": ["All are assumed."]}))
+    assert outcome.memory == memory
+    assert outcome.assumptions == ("All are assumed.",)
+    assert outcome.plan is None
     assert not outcome.error
 
 

@@ -9,12 +9,13 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Line, MemoryModel
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import OLD_PLAN, quiet_trainer
 from tests.helpers.plans import plan_with
 
-REQUEST = {"options": {}, "gpu": "RTX-4090", "simulates_cudnn": False}
+REQUEST = {"kind": "script", "options": {}, "gpu": "RTX-4090", "simulates_cudnn": False}
 
 
 class NoValues:
@@ -57,6 +58,33 @@ def test_a_plan_is_not_verified_and_has_no_times(finders):
     assert {getattr(trial, name) for trial in plan.trials for name in times} == {None}
     assert plan.notes[0] == "A shape (2 is assumed) depends on values."
     assert result["assumptions"] == [plan.notes[0]]
+
+
+def test_the_memory_test_has_one_simulated_gpu(monkeypatch):
+    # It is changed for a process that ends.
+    monkeypatch.setattr(simulated.gc, "disable", lambda: None)
+    make = "tests.test_check:make"
+    with pytest.raises(ValueError, match="devices must be one device, got 2 on 1 nodes in 'the"):
+        simulated.trainer_of("memory_test", make, {"devices": 2})
+    with pytest.raises(ValueError, match="accelerator must be gpu for the memory test, got 'cpu'"):
+        simulated.trainer_of("memory_test", make, {"accelerator": "cpu"})
+
+
+def test_the_memory_of_a_step_is_returned_instead_of_a_plan(finders, monkeypatch):
+    lines = {"forward": Line(1000.4, 20.6, 2, 8)}
+
+    class WithLines(simulated.SimulatedSearch):
+        def search(self, *arguments):
+            return plan_with(super().search(*arguments), memory=MemoryModel(lines))
+
+    monkeypatch.setattr(simulated, "SearchOnly", WithLines)
+    given = {"self": quiet_trainer(), "model": torch.nn.Linear(1, 1)}
+    result = simulated.search(given, {**REQUEST, "kind": "memory_test"}, NoValues())
+    options = finders[0][0].options
+    assert (options.max_batch_size, options.worst_case) == (8, "longest")
+    assert result["memory"]["phases"] == {"forward": {"fixed_bytes": 1000, "sample_bytes": 21}}
+    assert result["memory"]["device"] == "simulated RTX-4090"
+    assert result["assumptions"] == ["A shape (2 is assumed) depends on values."]
 
 
 def test_large_weights_are_not_saved_and_the_arguments_of_fit_are_passed_on(finders):
