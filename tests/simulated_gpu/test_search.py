@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Line, MemoryModel
+from lightning_batchmem.plan.records import Trial
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import OLD_PLAN, quiet_trainer
@@ -71,13 +71,13 @@ def test_the_memory_test_has_one_simulated_gpu(monkeypatch):
 
 
 def test_the_memory_of_a_step_is_returned_instead_of_a_plan(finders, monkeypatch):
-    lines = {"forward": Line(1000.4, 20.6, 2, 8)}
+    trials = tuple(Trial(size, "ok", {"forward": 1000 + 21 * size}, "probe") for size in (2, 8))
 
-    class WithLines(simulated.SimulatedSearch):
+    class WithTrials(simulated.SimulatedSearch):
         def search(self, *arguments):
-            return plan_with(super().search(*arguments), memory=MemoryModel(lines))
+            return plan_with(super().search(*arguments), trials=trials)
 
-    monkeypatch.setattr(simulated, "SearchOnly", WithLines)
+    monkeypatch.setattr(simulated, "SearchOnly", WithTrials)
     given = {"self": quiet_trainer(), "model": torch.nn.Linear(1, 1)}
     result = simulated.search(given, {**REQUEST, "kind": "memory_test"}, NoValues())
     options = finders[0][0].options
