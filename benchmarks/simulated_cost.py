@@ -1,18 +1,19 @@
 """What a search on a simulated GPU costs the host: CPU seconds and memory. Two tables.
 
 Each row is one search of ``python -m lightning_batchmem simulate``, in processes of its own. The
-first table has a GPT of 4 to 32 layers on one GPU, so that only the number of operators of a step
+first table has a GPT of 4 to 64 layers on one GPU, so that only the number of operators of a step
 grows. The second one has networks that stay as they are on larger and larger GPUs, so that only the
 size that is found grows: a GPT with samples of 8 KiB, a ResNet-18 with samples of 588 KiB, which
 the loader really makes, and a fine-tuning of 6.7e9 parameters in bfloat16 that is made on the meta
 device.
 
-Columns: ``found`` is the batch size of the plan. ``trials`` are the probes and rehearsals of the
-search. ``CPU s`` is the CPU time of the process of the script and its loader workers, without the
-time until the script has imported torch, Lightning and this package (``imports s``). ``host GiB``
-is the highest resident set of one of these processes.
+Columns: ``found`` is the batch size of the plan; ``steps`` are the training steps of the search.
+``imports s`` is the CPU time until the script has imported torch, Lightning and this package, and
+``CPU s`` all later CPU time of its process and of its loader workers. ``ms a step`` is the CPU time
+from the first step on, divided by the steps. ``host GiB`` is the highest resident set of one of
+these processes.
 
-    # both tables; some eight minutes on two cores; an environment with a CUDA build of torch
+    # both tables; some ten minutes on two cores; an environment with a CUDA build of torch
     python -m benchmarks.simulated_cost
     # some of the rows
     python -m benchmarks.simulated_cost --only "gpt-8 24GiB" "gpt-12 8GiB"
@@ -22,6 +23,7 @@ is the highest resident set of one of these processes.
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
 import time
@@ -54,7 +56,10 @@ KIB_IN_GIB = 2**20
 SAMPLES = 10_000_000
 """Samples of a data set: more than any device has room for."""
 
-LAYERS = (4, 8, 16, 32)
+STEPS = itertools.count(1)
+"""Numbers of the training steps of this process. A search restores the module, but not this."""
+
+LAYERS = (4, 8, 16, 32, 64)
 LAYERS_ON = "24GiB"
 MEMORIES = ("8GiB", "24GiB", "80GiB", "180GiB")
 
@@ -184,6 +189,10 @@ class Training(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.network is not None
+        step = next(STEPS)
+        if step == 1:
+            emit(first_step_seconds=time.process_time())
+        emit(steps=step)
         return self.kind.loss(self.network(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -211,7 +220,6 @@ def simulate(kind: str, memory: str) -> None:
         return
     emit(
         found=plan.batch_size,
-        trials=len(plan.trials),
         limited_by=plan.limited_by,
         cpu_seconds=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         # The highest of all children. This process has no other one.
@@ -230,21 +238,25 @@ def row_of(name: str) -> dict[str, Any]:
         **row,
         "found": found["found"],
         "limited by": found["limited_by"],
-        "trials": found["trials"],
-        "CPU s": round(found["cpu_seconds"] - found["import_seconds"], 1),
+        "steps": found["steps"],
         "imports s": round(found["import_seconds"], 1),
+        "CPU s": round(found["cpu_seconds"] - found["import_seconds"], 1),
+        "ms a step": round(
+            1e3 * (found["cpu_seconds"] - found["first_step_seconds"]) / found["steps"]
+        ),
         "host GiB": round(found["host_gib"], 2),
     }
 
 
-def growth(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int], unit: str) -> list[str]:
-    """CPU seconds that each further unit takes, between neighbouring rows of one network."""
-    notes = []
-    for (size, row), (next_size, next_row) in pairwise(zip(sizes, rows, strict=True)):
-        if "CPU s" in row and "CPU s" in next_row and next_row["network"].startswith("gpt"):
-            seconds = (next_row["CPU s"] - row["CPU s"]) / (next_size - size)
-            notes.append(f"from {size} to {next_size} {unit}: {seconds:.3f} CPU s for each")
-    return notes
+def growth(rows: Sequence[Mapping[str, Any]], layer_counts: Sequence[int]) -> list[str]:
+    """CPU time of a step that each further layer takes, between neighbouring rows."""
+    key = "ms a step"
+    return [
+        f"from {layers} to {more} layers: {(row[key] - before[key]) / (more - layers):.1f} ms of a"
+        " step for each layer"
+        for (layers, before), (more, row) in pairwise(zip(layer_counts, rows, strict=True))
+        if key in before and key in row
+    ]
 
 
 def text_of(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -252,12 +264,11 @@ def text_of(results: Mapping[str, Mapping[str, Any]]) -> str:
     by_layers = [row for name, row in results.items() if name.split()[0] in _LAYER_KINDS]
     by_size = [row for name, row in results.items() if name.split()[0] not in _LAYER_KINDS]
     layers = [int(row["network"].removeprefix("gpt-")) for row in by_layers]
-    parts = [
-        f"## By layers, on {LAYERS_ON}",
-        markdown(by_layers, growth(by_layers, layers, "layers")),
-        "## By the size that is found",
-        markdown(by_size),
-    ]
+    parts = []
+    if by_layers:
+        parts += [f"## By layers, on {LAYERS_ON}", markdown(by_layers, growth(by_layers, layers))]
+    if by_size:
+        parts += ["## By the size that is found", markdown(by_size)]
     return "\n\n".join(parts)
 
 

@@ -11,6 +11,7 @@ import sys
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 
 sys.path.insert(0, os.getcwd())
 
@@ -35,6 +36,26 @@ def one_more_block() -> Block:
     return Block(384, is_causal=True)
 
 
+class Experts(nn.Module):
+    """Four networks, of which a router chooses one for each token."""
+
+    def __init__(self, width: int = 384) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        chosen = self.router(x).argmax(-1)
+        for number, expert in enumerate(self.experts):
+            is_chosen = chosen == number
+            out[is_chosen] = expert(x[is_chosen])
+        return out
+
+
 def started_program() -> str:
     """What a program that the script starts sees of the simulated GPU."""
     text = "import os; print([name for name in os.environ if 'STUB' in name or 'PRELOAD' in name])"
@@ -50,6 +71,9 @@ def main() -> None:
         sys.stdout.write(f"variables in a program: {started_program()}\n")
     if "ddp" in cases:
         arguments.update(strategy="ddp", devices=1)
+    if "experts" in cases:
+        for block in module.module.blocks:
+            block.mlp = Experts()
     if "fft" in cases:
         module.on_train_start = lambda: torch.fft.fft(torch.ones(8, device=module.device))
     if "compiled" in cases:
