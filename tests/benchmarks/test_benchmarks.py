@@ -5,12 +5,14 @@ import json
 import re
 import shlex
 import shutil
+import statistics
 import sys
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
-from benchmarks import overhead, search, throughput
+from benchmarks import overhead, search, simulated_cost, throughput
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.held_out_workloads import ALL_WORKLOADS
 from benchmarks.search import largest_that
@@ -104,6 +106,39 @@ def test_the_page_has_the_processes_of_all_networks():
     assert killed == 0
     counts = f"0 of {searches} | 0 of {len(processes) - searches} |"
     assert f"| BatchFinder | {len(results)} | {counts}" in page
+
+
+def added_by_each(rows, size_of, key):
+    """What each unit of the size adds, between neighbouring rows: the least and the most."""
+    added = [
+        (more[key] - less[key]) / (size_of(more) - size_of(less)) for less, more in pairwise(rows)
+    ]
+    return min(added), max(added)
+
+
+def test_the_page_has_what_a_simulated_search_costs():
+    path = ROOT / "benchmarks" / "results" / "cuda-stub" / "simulated_cost.json"
+    results = json.loads(path.read_text())
+    assert results.keys() == simulated_cost.ROWS.keys()
+    page = " ".join((ROOT / "docs" / "any-gpu.md").read_text().split())
+    others = [row for row in results.values() if row["network"] != "resnet18"]
+    seconds = [row["CPU s"] for row in others]
+    assert f"takes {min(seconds):.1f} to {max(seconds):.1f} CPU seconds, besides 5 s of" in page
+    assert statistics.median(row["imports s"] for row in others) == pytest.approx(5, abs=0.5)
+    assert max(row["host GiB"] for row in others) <= 1
+    by_layers = [results[f"gpt-{layers} 24GiB"] for layers in (8, 16, 32, 64)]
+    least, most = added_by_each(
+        by_layers, lambda row: int(row["network"].removeprefix("gpt-")), "ms a step"
+    )
+    assert f"each layer adds {least:.0f} to {most:.0f} ms to a step" in page
+    images = [row for row in results.values() if row["network"] == "resnet18"]
+    for key, digits, text in (
+        ("host GiB", 1, "{} GiB of the host"),
+        ("CPU s", 0, "{} CPU seconds"),
+    ):
+        added = added_by_each(images, lambda row: row["found"] / 1000, key)
+        numbers = dict.fromkeys(f"{value:.{digits}f}" for value in added)
+        assert text.format(" to ".join(numbers)) in page
 
 
 def test_a_training_in_a_control_group_survives_or_is_killed():

@@ -6,6 +6,7 @@ The commands run outside of the stub that the other tests of this folder run on.
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "tests/helpers/simulated_training.py"
 MODULE = "tests.helpers.simulated_training"
 WAIT_SECONDS = 280
+
+# A command of the page, and the end of what it prints.
+EXAMPLE = re.compile(
+    r"^```text\n\$ python -m lightning_batchmem (.*)\n((?s:.*?))^```$", re.MULTILINE
+)
+EXAMPLES = EXAMPLE.findall((ROOT / "docs" / "any-gpu.md").read_text())
 
 # The sizes that this version of the package finds with torch 2.14.1.
 SIZES = {"gpt": {"8GiB": 62, "24GiB": 200}, "unet": {"8GiB": 1264, "24GiB": 3936}}
@@ -85,6 +92,14 @@ def test_a_function_with_find(tmp_path):
     command = ["find", f"{MODULE}:make", "--gpu", "8GiB"]
     plan, _ = plan_of(tmp_path, *command, "--trainer.accelerator=gpu")
     assert plan.batch_size == SIZES["gpt"]["8GiB"]
+
+
+@needs_stub
+@pytest.mark.parametrize(("command", "printed"), EXAMPLES)
+def test_the_page_has_what_its_commands_print(command, printed):
+    process = run(*shlex.split(command))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.endswith(printed)
 
 
 def check(reference, name="make", gpu="8GiB", **options):
