@@ -25,6 +25,7 @@ from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
+from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 MEMORY_TEST = "memory_test"
@@ -129,6 +130,11 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         return {"nothing_fits": " ".join([*notes, str(error)])}
     notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
     if is_memory_test:
+        if compiled_frames():
+            raise ValueError(
+                "the memory of a compiled step depends on what the compiler has kept from earlier"
+                " processes. Return the model without torch.compile."
+            )
         memory = check.memory_of(plan, f"simulated {request['gpu']}")
         return {"memory": asdict(memory), "assumptions": notes}
     simulated = simulated_plan(plan, request["gpu"], notes)

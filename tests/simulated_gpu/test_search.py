@@ -87,6 +87,15 @@ def test_the_memory_of_a_step_is_returned_instead_of_a_plan(finders, monkeypatch
     assert result["assumptions"] == ["A shape (2 is assumed) depends on values."]
 
 
+def test_a_compiled_step_has_no_memory_to_compare(finders, monkeypatch):
+    monkeypatch.setattr(simulated, "SearchOnly", simulated.SimulatedSearch)
+    monkeypatch.setattr(simulated, "compiled_frames", lambda: 1)
+    given = {"self": quiet_trainer(), "model": torch.nn.Linear(1, 1)}
+    with pytest.raises(ValueError, match=r"Return the model without torch\.compile"):
+        simulated.search(given, {**REQUEST, "kind": "memory_test"}, NoValues())
+    assert "plan" in simulated.search(given, dict(REQUEST), NoValues())
+
+
 def test_large_weights_are_not_saved_and_the_arguments_of_fit_are_passed_on(finders):
     model = torch.nn.Linear(1, 1)
     loaders = {"train_dataloaders": 2, "val_dataloaders": 3}
