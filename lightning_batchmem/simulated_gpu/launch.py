@@ -85,20 +85,20 @@ class Outcome:
     Args:
         gpu: the GPU.
         plan: the plan of the search.
-        memory: the memory of a step, of the memory test.
         assumptions: notes about the simulation, which a plan has too.
         multiple_of: sizes are multiples of it.
         nothing_fits: why no size fits.
         error: why there was no search.
+        memory: the memory of a step, of the memory test.
     """
 
     gpu: Gpu
     plan: Plan | None = None
-    memory: StepMemory | None = None
     assumptions: tuple[str, ...] = ()
     multiple_of: int = 1
     nothing_fits: str = ""
     error: str = ""
+    memory: StepMemory | None = None
 
 
 def kernels_of(gpu: Gpu) -> tuple[Path, int]:
@@ -239,12 +239,7 @@ def _outcome(program: Program, gpu: Gpu, code: int, files: Mapping[str, Path]) -
         result = json.loads(files["result"].read_text(encoding="utf-8"))
         if "plan" in result:
             plan = Plan.from_json(json.dumps(result["plan"]))
-            return Outcome(
-                gpu,
-                plan,
-                assumptions=tuple(result["assumptions"]),
-                multiple_of=result["multiple_of"],
-            )
+            return Outcome(gpu, plan, tuple(result["assumptions"]), result["multiple_of"])
         if "memory" in result:
             memory = from_json(StepMemory, json.dumps(result["memory"]))
             return Outcome(gpu, memory=memory, assumptions=tuple(result["assumptions"]))
