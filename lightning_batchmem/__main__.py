@@ -170,21 +170,23 @@ def check(
         trainer: arguments of the Trainer, each as in --trainer.precision=bf16-mixed.
         gpu: measure on a simulated GPU with this name; see simulate.
     """
+    device = command.device_name(gpu)
     if update:
         _check_file(reference)
-    device = memory_test.HOST if gpu is None else command.device_name(gpu)
-    before = None if update else memory_test.read_reference(reference, tolerance, device)
-    remarks: list[str] = []
-    if gpu is None:
-        now = memory_test.measure(comparison.function_named(make), trainer or {})
     else:
+        before = memory_test.read_reference(reference, tolerance, device)
+    if gpu is not None:
         now, remarks = command.memory_on(gpu, make, trainer or {})
-    if before is None:
+    else:
+        now = memory_test.measure(comparison.function_named(make), trainer or {})
+        remarks = []
+    grown: list[str] = []
+    if update:
         _write_file(reference, to_json(now))
-        _print("\n".join([*remarks, f"{reference}"]))
-        return 0
-    grown, smaller = memory_test.compared(before, now, tolerance)
-    lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]
+        lines = [f"{reference}"]
+    else:
+        grown, smaller = memory_test.compared(before, now, tolerance)
+        lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]
     _print("\n".join([*remarks, *lines]))
     return 1 if grown else 0
 

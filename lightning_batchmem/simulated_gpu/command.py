@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.check import StepMemory
+from lightning_batchmem.check import HOST, StepMemory
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions, bytes_in
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
@@ -128,13 +128,13 @@ def simulate(program: Program, gpus: str, context: str, options: Mapping[str, An
     return Findings(tuple(outcomes), context_bytes)
 
 
-def device_name(gpu: str) -> str:
-    """The name of the device on which a simulated GPU is measured, as plans have it.
+def device_name(gpu: str | None) -> str:
+    """The name of the device of a memory test: a simulated GPU, or without one the host.
 
     Raises:
         ValueError: for a GPU that is not known.
     """
-    return f"simulated {gpu_named(gpu).name}"
+    return HOST if gpu is None else f"simulated {gpu_named(gpu).name}"
 
 
 def memory_on(gpu: str, make: str, trainer: Mapping[str, Any]) -> tuple[StepMemory, list[str]]:
