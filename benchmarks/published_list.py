@@ -184,7 +184,8 @@ def main() -> None:
     def million_parameters(model: str) -> float:
         with torch.device("meta"):
             made = timm.create_model(model)
-        return round(sum(weight.numel() for weight in made.parameters()) / 1e6, 2)
+        count: int = sum(weight.numel() for weight in made.parameters())
+        return round(count / 1e6, 2)
 
     known = {}
     for family in timm.list_modules():
