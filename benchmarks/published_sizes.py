@@ -338,11 +338,13 @@ def measured_on_stub(
 
 
 def ladder_verdict(published: int, found: int) -> str:
-    """How the rung that trained lies to the published one."""
+    """How the rung that trained lies to the published one; 0 is no rung."""
     if found == published:
         return "equal"
+    if found == 0:
+        return "without a size"
     # The rungs fall.
-    rungs = [*ladder(), 0]
+    rungs = list(ladder())
     higher_by = rungs.index(published) - rungs.index(found)
     count = abs(higher_by)
     return f"{count} rung{'s' * (count > 1)} {'higher' if higher_by > 0 else 'lower'}"
