@@ -120,5 +120,5 @@ def test_the_summary_counts_verdicts_and_errors():
 def test_only_the_parts_that_a_row_lacks_are_missing(tmp_path):
     assert kept_rows(tmp_path / "none.json") == {}
     assert not is_missing(row(192, 200), ["ladder", "search"])
-    assert is_missing(row(192, 200), ["largest"])
+    assert is_missing(row(192, 200), ["ladder", "largest"])
     assert is_missing({}, ["ladder"])
