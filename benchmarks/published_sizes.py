@@ -363,10 +363,19 @@ def kept_rows(path: Path) -> dict[tuple[str, Setting], dict[str, Any]]:
     return {(row["model"], Setting(row["cudnn"], row["context_mib"])): row for row in rows}
 
 
-def is_miss(row: dict[str, Any]) -> bool:
+def setting_text(row: dict[str, Any]) -> str:
+    return f"{row['cudnn']} {row['context_mib']}"
+
+
+def misses(row: dict[str, Any]) -> list[str]:
+    """What of a row is not as published, in words; empty if all is."""
     published = row["published"]
-    is_equal = row.get("ladder") == published
-    return not is_equal or search_verdict(published, row.get("search", 0)) != "inside"
+    found = []
+    if "ladder" in row and row["ladder"] != published:
+        found.append(f"ladder {ladder_verdict(published, row['ladder'])}")
+    if "search" in row and (verdict := search_verdict(published, row["search"])) != "inside":
+        found.append(f"search {verdict}")
+    return found
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -380,7 +389,7 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "rung above": above,
     }
     for row in rows:
-        setting = f"{row['cudnn']} {row['context_mib']}"
+        setting = setting_text(row)
         if "ladder" in row:
             verdict = ladder_verdict(row["published"], row["ladder"])
             cells[f"ladder, {setting}"] = f"{row['ladder']} {verdict}"
@@ -399,8 +408,8 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:
     """The rows of one setting together, in one line."""
-    ladders = [ladder_verdict(row["published"], row.get("ladder", 0)) for row in rows]
-    searches = [search_verdict(row["published"], row.get("search", 0)) for row in rows]
+    ladders = [ladder_verdict(row["published"], row["ladder"]) for row in rows if "ladder" in row]
+    searches = [search_verdict(row["published"], row["search"]) for row in rows if "search" in row]
     counts = {verdict: ladders.count(verdict) for verdict in sorted(set(ladders) - {"equal"})}
     others = "".join(
         f", {count} {'is' if count == 1 else 'are'} {verdict}" for verdict, count in counts.items()
@@ -408,21 +417,26 @@ def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:
     errors = sum(bool(row.get("error") or row.get("search_error")) for row in rows)
     return (
         f"cuDNN {setting.cudnn}, context {setting.context_mib} MiB: ladder {ladders.count('equal')}"
-        f" of {len(rows)} equal{others}; search {searches.count('inside')} of {len(rows)} in the"
-        f" bracket, {searches.count('below')} below, {searches.count('above')} above; {errors} rows"
-        " with an error"
+        f" of {len(ladders)} equal{others}; search {searches.count('inside')} of {len(searches)} in"
+        f" the bracket, {searches.count('below')} below, {searches.count('above')} above; {errors}"
+        " rows with an error"
     )
 
 
 def notes_on(rows: list[dict[str, Any]]) -> list[str]:
-    """Why rows miss, and errors."""
+    """What rows miss and why, and errors."""
     causes = json.loads(MISSES_PATH.read_text(encoding="utf-8")) if MISSES_PATH.exists() else {}
-    misses = dict.fromkeys(row["model"] for row in rows if is_miss(row))
-    notes = [f"{model}: {causes.get(model, 'cause not found')}" for model in misses]
+    missed: dict[str, list[str]] = {}
+    for row in rows:
+        if found := misses(row):
+            missed.setdefault(row["model"], []).append(f"{setting_text(row)}: {', '.join(found)}")
+    notes = [
+        f"{model} ({'; '.join(found)}): {causes.get(model, 'cause not found')}"
+        for model, found in missed.items()
+    ]
     for row in rows:
         errors = [row.get("error"), row.get("search_error"), *row.get("other_errors", [])]
-        setting = f"{row['cudnn']} {row['context_mib']}"
-        notes += [f"{row['model']}, {setting}: {error}" for error in errors if error]
+        notes += [f"{row['model']}, {setting_text(row)}: {error}" for error in errors if error]
     return notes
 
 

@@ -21,6 +21,7 @@ from benchmarks.published_sizes import (
     is_missing,
     kept_rows,
     ladder_verdict,
+    misses,
     search_verdict,
     summary,
 )
@@ -109,12 +110,18 @@ def row(ladder_size, search_size, **values):
 
 
 def test_the_summary_counts_verdicts_and_errors():
-    rows = [row(192, 200), row(256, 250), row(192, 0, search_error="RuntimeError: no")]
+    rows = [row(192, 200), row(256, 250), row(0, 0, search_error="RuntimeError: no")]
     # A row whose process was killed has no sizes.
     rows.append({"published": 192, "error": "no end after 600 s"})
     text = summary(SETTING, rows)
-    assert "ladder 2 of 4 equal, 1 is 1 rung higher, 1 is without a size" in text
-    assert "search 2 of 4 in the bracket, 2 below, 0 above; 2 rows with an error" in text
+    assert "ladder 1 of 3 equal, 1 is 1 rung higher, 1 is without a size" in text
+    assert "search 2 of 3 in the bracket, 1 below, 0 above; 2 rows with an error" in text
+
+
+def test_a_row_names_what_is_not_as_published():
+    assert misses(row(192, 200)) == []
+    assert misses(row(256, 191)) == ["ladder 1 rung higher", "search below"]
+    assert misses({"published": 192, "error": "no end after 600 s"}) == []
 
 
 def test_only_the_parts_that_a_row_lacks_are_missing(tmp_path):
