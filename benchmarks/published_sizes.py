@@ -100,7 +100,7 @@ STEPS = 3
 RESULTS_PATH = ROOT / "benchmarks" / "results" / "published" / "published_sizes.json"
 
 MISSES_PATH = FOLDER / "timm_misses.json"
-"""Model -> a sentence: why its ladder or its search misses, where an experiment has shown it."""
+"""Model -> why its ladder or its search misses, where an experiment outside of the table shows it."""
 
 CHOSEN = {one.model: one for one in read_chosen()}
 
@@ -423,17 +423,36 @@ def summary(setting: Setting, rows: list[dict[str, Any]]) -> str:
     )
 
 
+def cause_of(rows: list[dict[str, Any]], causes: dict[str, str]) -> str:
+    """Why the rows of one model miss, as far as an experiment shows it."""
+    model = rows[0]["model"]
+    published = rows[0]["published"]
+    found = [causes[model]] if model in causes else []
+    ladders = {setting_text(row): row["ladder"] for row in rows if "ladder" in row}
+    equal = [setting for setting, size in ladders.items() if size == published]
+    if 0 < len(equal) < len(ladders):
+        found.append(f"the ladder is equal with {' and '.join(equal)}")
+    for row in rows:
+        if "search below" in misses(row) and "search_all" in row:
+            verdict = search_verdict(published, row["search_all"])
+            found.append(
+                f"without the {1 - LIMIT_SHARE:.0%} that a search leaves free it finds"
+                f" {row['search_all']}, {verdict}"
+            )
+    return "; ".join(found) or "cause not found"
+
+
 def notes_on(rows: list[dict[str, Any]]) -> list[str]:
     """What rows miss and why, and errors."""
     causes = json.loads(MISSES_PATH.read_text(encoding="utf-8")) if MISSES_PATH.exists() else {}
-    missed: dict[str, list[str]] = {}
+    by_model: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if found := misses(row):
-            missed.setdefault(row["model"], []).append(f"{setting_text(row)}: {', '.join(found)}")
-    notes = [
-        f"{model} ({'; '.join(found)}): {causes.get(model, 'cause not found')}"
-        for model, found in missed.items()
-    ]
+        by_model.setdefault(row["model"], []).append(row)
+    notes = []
+    for model, group in by_model.items():
+        missed = [f"{setting_text(row)}: {', '.join(misses(row))}" for row in group if misses(row)]
+        if missed:
+            notes.append(f"{model} ({'; '.join(missed)}): {cause_of(group, causes)}.")
     for row in rows:
         errors = [row.get("error"), row.get("search_error"), *row.get("other_errors", [])]
         notes += [f"{row['model']}, {setting_text(row)}: {error}" for error in errors if error]

@@ -18,6 +18,7 @@ from benchmarks.published_list import (
 from benchmarks.published_sizes import (
     EVERY_EIGHTH,
     Setting,
+    cause_of,
     is_missing,
     kept_rows,
     ladder_verdict,
@@ -122,6 +123,17 @@ def test_a_row_names_what_is_not_as_published():
     assert misses(row(192, 200)) == []
     assert misses(row(256, 191)) == ["ladder 1 rung higher", "search below"]
     assert misses({"published": 192, "error": "no end after 600 s"}) == []
+
+
+def test_the_cause_is_named_as_far_as_an_experiment_shows_it():
+    named = {"model": "vgg16", "cudnn": "off", "context_mib": 426}
+    high = row(256, 200, **named)
+    equal = row(192, 180, **{**named, "context_mib": 1300})
+    assert cause_of([high], {}) == "cause not found"
+    assert cause_of([high], {"vgg16": "another cause"}) == "another cause"
+    assert cause_of([equal, high], {}) == "the ladder is equal with off 1300"
+    with_all = cause_of([{**equal, "search_all": 193}], {})
+    assert with_all == "without the 5% that a search leaves free it finds 193, inside"
 
 
 def test_only_the_parts_that_a_row_lacks_are_missing(tmp_path):
