@@ -100,7 +100,7 @@ STEPS = 3
 RESULTS_PATH = ROOT / "benchmarks" / "results" / "published" / "published_sizes.json"
 
 MISSES_PATH = FOLDER / "timm_misses.json"
-"""Model -> why its ladder or its search misses, where an experiment outside of the table shows it."""
+"""Model -> why a size of it misses, where an experiment outside of the table shows it."""
 
 CHOSEN = {one.model: one for one in read_chosen()}
 
