@@ -586,7 +586,7 @@ def test_a_directory_that_cannot_be_written_under_the_variable(tmp_path, monkeyp
         (HostMemory, "available_bytes", "The limit of the memory"),
         (HostMemory, "peak", "The memory of a step"),
         (HostMemory, "reset_peak", "The memory of a step"),
-        (HostMemory, "private_bytes", "The memory of a step"),
+        (HostMemory, "peak_and_private_bytes", "The memory of a step"),
         (HostMemory, "counters", "The counters of the allocator"),
     ],
 )

@@ -93,6 +93,8 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
     monkeypatch.setattr(Trainer, "world_size", 2)
     monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
     device_memory.reserved_ratio = 2.0
+    # The last batch has 40 bytes less, which this device does not count.
+    device_memory.granularity_bytes = 40
 
     def work(step, where):
         sizes_mib = {"forward": 10 + step, "backward": 20 + step, "optimizer_step": 5}
@@ -129,7 +131,7 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
     weights = (4 + 1) * 4
     batch = 4 * 4 * 4 + 4 * 4
     known = (weights, weights, 2 * weights + 2 * 4, batch)
-    assert summary.memory.breakdown == MemoryBreakdown(*known, 25 * MIB, MIB - sum(known))
+    assert summary.memory.breakdown == MemoryBreakdown(*known, 25 * MIB, MIB - sum(known), step=1)
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == summary
     assert "26.0 MiB at step 5 (2 samples)" in capsys.readouterr().out
@@ -397,7 +399,8 @@ def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
     summary = profiler.summary
     known = 20 + 4 * 5 * 4
     assert (summary.stage, summary.steps, summary.memory.peak_bytes) == (stage, 3, 6 * MIB)
-    assert summary.memory.breakdown == MemoryBreakdown(20, 0, 0, 4 * 5 * 4, 5 * MIB, MIB - known)
+    parts = (20, 0, 0, 4 * 5 * 4, 5 * MIB, MIB - known)
+    assert summary.memory.breakdown == MemoryBreakdown(*parts, step=1)
     (path,) = tmp_path.rglob(f"memory_summary_{stage}.json")
     assert Summary.from_json(path.read_text()) == summary
 
@@ -421,6 +424,83 @@ def test_a_peak_before_the_steady_state(
     breakdown = memory.breakdown
     assert (breakdown and breakdown.peak_bytes) == breakdown_peak
     assert text in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("is_host", "kept_mib", "row"),
+    [
+        (False, 1, "| kept since step 1 | 98.0 MiB | 98.0% |"),
+        (True, 1, "| kept since step 1 | 98.0 MiB | 98.0% |"),
+        (False, 0, ""),
+        # On the host memory that does not grow steadily may be memory that was freed.
+        (True, 0.05, ""),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:MemoryProfiler. The memory in use")
+def test_what_steps_keep_is_no_activation(tmp_path, device_memory, capsys, is_host, kept_mib, row):
+    if is_host:
+        device_memory.as_host()
+
+    def work(step, where):
+        if where == "forward":
+            device_memory.keep(int(kept_mib * step * MIB))
+
+    profiler, _ = profiled(tmp_path, Net(work), loader=data(samples=400), log_every_n_steps=10)
+    breakdown = profiler.summary.memory.breakdown
+    # What the last step keeps is an activation of this step.
+    assert breakdown.kept_bytes == (98 * MIB if row else 0)
+    assert breakdown.peak_bytes == MIB + int(kept_mib * 99 * MIB)
+    text = " ".join(capsys.readouterr().out.split())
+    assert row in text
+    assert ("kept since" in text) == bool(row)
+
+
+def test_a_larger_batch_is_not_kept(tmp_path, device_memory):
+    """The last batches are larger, and lie on the device when their steps start."""
+    sizes = [4] * 8 + [2**20] * 3
+
+    def work(step, where):
+        device_memory.keep(sizes[step] * 5 * 4)
+
+    start = At(on_train_batch_start=lambda trainer, module: work(module.steps, "start"))
+    profiler = MemoryProfiler()
+    loader = DataLoader(
+        Stream([(torch.ones(n, 4), torch.ones(n, 1)) for n in sizes]), batch_size=None
+    )
+    trainer_for(tmp_path, start, profiler).fit(Net(), loader)
+    breakdown = profiler.summary.memory.breakdown
+    assert breakdown.peak_bytes > 20 * MIB
+    assert breakdown.kept_bytes == 0
+
+
+class Zeroing(Net):
+    """Manual optimization that frees its gradients at the end of a step, or keeps them."""
+
+    def __init__(self, device_memory, frees):
+        super().__init__()
+        self.automatic_optimization = False
+        self.device_memory = device_memory
+        self.frees = frees
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        if not self.frees:
+            optimizer.zero_grad()
+        self.manual_backward(self.layer(batch[0]).square().mean())
+        self.device_memory.use(MIB)
+        optimizer.step()
+        self.device_memory.free()
+        if self.frees:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_gradients_are_read_when_an_optimizer_steps(tmp_path, device_memory, frees):
+    profiler, _ = profiled(tmp_path, Zeroing(device_memory, frees))
+    breakdown = profiler.summary.memory.breakdown
+    assert breakdown.gradients_bytes == breakdown.parameters_bytes == 20
+    assert breakdown.activations_bytes == MIB - (20 if frees else 0)
+    assert breakdown.peak_bytes == 2 * MIB
 
 
 class WithBackbone(Net):
@@ -584,12 +664,15 @@ def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in
     device_memory.as_host()
     readings = []
     hooks = []
-    monkeypatch.setattr(device_memory, "private_bytes", lambda: readings.append(0) or 0)
+    read = device_memory.peak_and_private_bytes
+    monkeypatch.setattr(
+        device_memory, "peak_and_private_bytes", lambda: readings.append(0) or read()
+    )
     count = At(on_train_batch_end=lambda trainer, _: hooks.append(hooks_on(trainer.optimizers)))
     profiled(tmp_path, Net(), count, loader=data(samples=800))
-    # The hook is removed at the start of the step after the first one of the optimizer.
-    assert hooks == [1, *[0] * 199]
-    assert len(readings) == 138
+    # The hook is removed after the step of the breakdown, which has a reading of its own.
+    assert hooks == [1, 1, *[0] * 198]
+    assert len(readings) == 137 + 1
 
 
 def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(

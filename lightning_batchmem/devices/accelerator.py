@@ -65,8 +65,11 @@ class AcceleratorMemory:
     def current(self) -> MemoryStats:
         return self._read("current")
 
-    def private_bytes(self) -> int:
-        return self.current().allocated_bytes
+    def peak_and_private_bytes(self) -> tuple[int, int]:
+        # Both are in one reading, which takes about 20 µs.
+        stats = self._functions.memory_stats_as_nested_dict(self._device)
+        allocated = stats["allocated_bytes"]["all"] if stats else {"peak": 0, "current": 0}
+        return int(allocated["peak"]), int(allocated["current"])
 
     def available_bytes(self) -> int:
         """Return the free memory of the driver plus the reserved memory of this process.

@@ -89,8 +89,8 @@ class DeviceMemory(PeakCounter, Protocol):
         Source: `alloc_block` in c10/cuda/CUDACachingAllocator.cpp, torch 2.13
         """
 
-    def private_bytes(self) -> int:
-        """Return the bytes in use at this moment that no other process shares."""
+    def peak_and_private_bytes(self) -> tuple[int, int]:
+        """Return the highest use since :meth:`reset_peak`, and what no other process shares now."""
 
     def available_bytes(self) -> int:
         """Return the most that this process may hold at this moment, with what it holds."""

@@ -32,13 +32,14 @@ class MemoryBreakdown:
 
     The first four are the storages alive *at the start of a step*, each counted in the first part
     that holds it. From the second step on, Lightning keeps gradients during the next forward
-    (``zero_grad`` runs after ``training_step``), so they are part of the peak. If they are freed
-    between two steps, for example by ``zero_grad`` at the end of a manual step, they are 0 here and
-    part of ``activations_bytes``.
+    (``zero_grad`` runs after ``training_step``), so they are part of the peak. Gradients that are
+    freed between two steps, for example by ``zero_grad`` at the end of a manual step, count as they
+    are when an optimizer steps.
 
     Args:
         parameters_bytes: parameters and buffers of the module.
-        gradients_bytes: gradients alive at the start of the step.
+        gradients_bytes: gradients at the start of the step, or when an optimizer steps if these are
+            more.
         optimizer_state_bytes: state of the optimizers, and parameters that only they hold (master
             copies).
         batch_bytes: the batch, as far as it is on the measured device.
@@ -49,6 +50,9 @@ class MemoryBreakdown:
             before the first step because the resident set later includes memory that a step freed.
             Negative if some tensors are not resident (swapped out, or mapped from a file and never
             read).
+        kept_bytes: what steps have kept since the step in which the parts were measured, up to the
+            step with the highest peak: outputs in a list, a metric, a cache.
+        step: the step in which the parts were measured; None without steps.
 
     Example:
         >>> MemoryBreakdown(80, 80, 160, 24, 500, 896).peak_bytes
@@ -61,6 +65,8 @@ class MemoryBreakdown:
     batch_bytes: int
     activations_bytes: int
     other_bytes: int
+    kept_bytes: int = 0
+    step: int | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{mib(getattr(self, field))} {name}" for name, field in PARTS)
@@ -79,15 +85,31 @@ class MemoryBreakdown:
             + self.optimizer_state_bytes
             + self.batch_bytes
         )
-        return known_bytes + self.other_bytes
+        return known_bytes + self.other_bytes + self.kept_bytes
 
-    def at_peak(self, peak_bytes: int) -> MemoryBreakdown:
-        """Return the same parts with the activations of another peak."""
+    def at_peak(
+        self, peak_bytes: int, *, gradients_bytes: int = 0, kept_bytes: int = 0
+    ) -> MemoryBreakdown:
+        """Return the same parts with the activations of another peak.
+
+        Args:
+            peak_bytes: the peak.
+            gradients_bytes: the gradients when an optimizer stepped.
+            kept_bytes: what steps have kept since these parts were measured.
+        """
         above_bytes = peak_bytes - self.start_bytes
-        # Two readings of the host may differ by some pages. Activations are never negative, and the
-        # sum stays exact.
-        other_bytes = self.other_bytes + min(0, above_bytes)
-        return replace(self, activations_bytes=max(0, above_bytes), other_bytes=other_bytes)
+        room_bytes = max(0, above_bytes)
+        kept_bytes = min(kept_bytes, room_bytes)
+        more_bytes = min(max(0, gradients_bytes - self.gradients_bytes), room_bytes - kept_bytes)
+        return replace(
+            self,
+            gradients_bytes=self.gradients_bytes + more_bytes,
+            activations_bytes=room_bytes - kept_bytes - more_bytes,
+            # Two readings of the host may differ by some pages. Activations are never negative, and
+            # the sum stays exact.
+            other_bytes=self.other_bytes + min(0, above_bytes),
+            kept_bytes=kept_bytes,
+        )
 
 
 def measure_breakdown(
@@ -104,15 +126,11 @@ def measure_breakdown(
     Without ``peak_bytes`` the activations are 0.
     """
     optimizers = list(optimizers)
-    weights = list(module.parameters())
-    # Those that are no weights of the module are master copies of them in another precision.
-    trained = tensors_in([optimizer.param_groups for optimizer in optimizers])
-    trained = [tensor for tensor in trained if tensor.is_leaf]
-    gradients = [tensor.grad for tensor in (*weights, *trained) if tensor.grad is not None]
+    weights, trained = _trained(module, optimizers)
     # The tensors of each part. A storage counts in the first part that has it.
     parts = (
         [*weights, *module.buffers()],
-        gradients,
+        _gradients(weights, trained),
         [*trained, *state_tensors(optimizers)],
         tensors_in(batch),
     )
@@ -129,6 +147,24 @@ def measure_breakdown(
         parameters_bytes, gradients_bytes, state_bytes, batch_bytes, 0, other_bytes
     )
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
+
+
+def gradient_bytes(module: Module, optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    """Return the bytes of the gradients that exist now on a device."""
+    return sum(_storage_bytes(_gradients(*_trained(module, optimizers)), device).values())
+
+
+def _trained(module: Module, optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of a module, and the tensors that optimizers change.
+
+    Those that are no weights are master copies of them in another precision.
+    """
+    trained = tensors_in([optimizer.param_groups for optimizer in optimizers])
+    return list(module.parameters()), [tensor for tensor in trained if tensor.is_leaf]
+
+
+def _gradients(weights: list[Tensor], trained: list[Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in (*weights, *trained) if tensor.grad is not None]
 
 
 def _storage_bytes(

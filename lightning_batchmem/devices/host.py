@@ -107,10 +107,10 @@ class HostMemory:
     def current(self) -> MemoryStats:
         return MemoryStats(self._usage().resident_bytes)
 
-    def private_bytes(self) -> int:
-        """Return the resident set now without the pages of files and of shared memory."""
+    def peak_and_private_bytes(self) -> tuple[int, int]:
+        """Return the peak, and the resident set now without pages of files and shared memory."""
         usage = self._usage()
-        return usage.resident_bytes - usage.shared_bytes
+        return self.peak().allocated_bytes, usage.resident_bytes - usage.shared_bytes
 
     def available_bytes(self) -> int:
         """Return the resident set plus the bytes by which it can still grow.

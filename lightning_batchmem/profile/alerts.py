@@ -19,7 +19,7 @@ STAGES = {"train": "training", "validate": "validation", "test": "test", "predic
 # Each has what happened, and what to do.
 _SENTENCES = {
     "leak": (
-        "The memory in use at the end of a {stage} step grows by {pace} and would reach the limit"
+        "The memory in use at the start of a {stage} step grows by {pace} and would reach the limit"
         " of {limit} at about step {end}. {advice}"
     ),
     "nearly full": (
@@ -94,8 +94,8 @@ class Alerts:
         totals = interval.totals
         limit_bytes = interval.reading.limit_bytes or 0
         for step in interval.steps:
-            if step.end_bytes is not None:
-                self._check_growth(step, step.end_bytes, limit_bytes)
+            if step.start_bytes is not None:
+                self._check_growth(step, step.start_bytes, limit_bytes)
         # The live peak of steps with CUDA graphs is not known.
         peak_bytes = (totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
         is_nearly_full = peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes)
@@ -106,12 +106,12 @@ class Alerts:
         if interval.reading.utilization is not None and interval.stage == self._stage:
             self._check_wait(totals)
 
-    def _check_growth(self, step: Step, end_bytes: int, limit_bytes: int) -> None:
-        """Compare the memory in use at the end of a step with the steps before it."""
-        pace_bytes = self._leaks.add(step.number, end_bytes)
+    def _check_growth(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
+        """Compare the memory in use at the start of a step with the steps before it."""
+        pace_bytes = self._leaks.add(step.number, start_bytes)
         if pace_bytes is None:
             return
-        free_bytes = max(0, limit_bytes - max(end_bytes, step.peak_bytes or 0))
+        free_bytes = max(0, limit_bytes - max(start_bytes, step.peak_bytes or 0))
         pace = f"{mib(pace_bytes)} a step"
         if pace_bytes < MIB / 100:
             pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
@@ -175,7 +175,7 @@ def conclusion(speed: RunSpeed, memory: RunMemory) -> str:
 
 
 class LeakDetector:
-    """Detects steady growth of the memory in use at the end of a step.
+    """Detects steady growth of the memory in use at the start of a step.
 
     The last four windows of readings count. It is a leak if the lowest reading rises from window to
     window, not slower in the end (a heap that fills up slows down), and if the lowest one of the
@@ -191,9 +191,9 @@ class LeakDetector:
         self._readings: list[tuple[int, int]] = []
         self._windows: deque[list[tuple[int, int]]] = deque(maxlen=4)
 
-    def add(self, step: int, end_bytes: int) -> float | None:
+    def add(self, step: int, start_bytes: int) -> float | None:
         """Add a reading; return the growth in bytes per step if there is a leak."""
-        self._readings.append((end_bytes, step))
+        self._readings.append((start_bytes, step))
         if len(self._readings) < _READINGS_PER_WINDOW:
             return None
         self._windows.append(self._readings)

@@ -16,13 +16,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.batch_samples import BatchSamples, PlacedBatch
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
 from lightning_batchmem.profile.step import Step
-
-_PEAK = "The memory of a step"
+from lightning_batchmem.profile.step_memory import StepMemory
 
 
 class StepClock:
@@ -180,12 +178,10 @@ class StepRecorder:
         self.clock = self.run_clock
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
-        self._device_memory = device_memory
+        self._memory = StepMemory(device_memory, self._device)
         self._counter = BatchCounter(trainer, options.items_fn)
         self._batch = PlacedBatch(None, 0, 0)
         self._has_graphs = False
-        # The memory in use is read at the end of this step, the next time.
-        self._next_reading = 1
         # The step that has ended. Its seconds are not known yet.
         self._ended: Step | None = None
 
@@ -212,14 +208,14 @@ class StepRecorder:
         self.clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
-        if self._device_memory is not None and not value_or_none(
-            _PEAK, self._has_reset, self._device_memory
-        ):
-            self._device_memory = None
-        if self.clock is self.run_clock:
-            begin = self.clock.now()
-            if self.steady.begin(module, batch.batch):
-                self.clock.leave_out(self.clock.now() - begin)
+        clock = self.clock
+        if clock is not self.run_clock:
+            self._memory.start(batch.batch, None)
+            return
+        begin = clock.now()
+        self._memory.start(batch.batch, clock.steps)
+        if self.steady.begin(module, batch.batch, clock.number):
+            clock.leave_out(clock.now() - begin)
 
     def stop(self, batch: PlacedBatch) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
@@ -231,21 +227,13 @@ class StepRecorder:
             return None
         clock.stop()
         samples = self._counter.samples(batch)
-        peak_bytes = None
-        reserved_bytes = None
-        end_bytes = None
-        if self._device_memory is not None:
-            if (peak := value_or_none(_PEAK, self._device_memory.peak)) is not None:
-                peak_bytes, reserved_bytes, _ = peak
-            if clock is self.run_clock and clock.steps >= self._next_reading:
-                self._next_reading = next_reading(clock.steps)
-                end_bytes = value_or_none(_PEAK, self._device_memory.private_bytes)
+        peak_bytes, reserved_bytes, _ = self._memory.peak() or (None, None, None)
         is_slowed = clock is self.run_clock and self.steady.end(samples, peak_bytes)
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
         if clock is self.run_clock and peak_bytes is not None:
-            self.steady.add_peak(peak_bytes)
+            self.steady.add_peak(peak_bytes, self._memory.last_start_bytes)
         self._batch = PlacedBatch(None, 0, 0)
         # By position, because keywords take twice as long.
         self._ended = Step(
@@ -256,7 +244,7 @@ class StepRecorder:
             None,
             peak_bytes,
             reserved_bytes,
-            end_bytes,
+            self._memory.start_bytes,
             self._counter.items(batch.batch),
             is_slowed,
             self._has_graphs,
@@ -286,18 +274,3 @@ class StepRecorder:
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
         return f"memory ran out {where}."
-
-    @staticmethod
-    def _has_reset(device_memory: DeviceMemory) -> bool:
-        device_memory.reset_peak()
-        return True
-
-
-def next_reading(step: int) -> int:
-    """Return the step after ``step`` at whose end the memory in use is read.
-
-    The gap is a 48th of the steps so far. It is one step until step 96, so a leak is found early.
-    Later it grows, so each doubling of the steps has 48 * ln(2) = 33 readings, and no work with a
-    fixed period falls on all of them.
-    """
-    return step + max(1, step // 48)

@@ -298,6 +298,7 @@ class Run:
             totals,
             by_stage.get("validate") if stage == "train" else None,
             steady.breakdown,
+            is_leak="leak" in self._takers.alerts.issued,
             limit_bytes=self._reader.last.limit_bytes,
             rank_peaks_bytes=rank_peaks_bytes,
             is_planned=self._reader.is_planned,

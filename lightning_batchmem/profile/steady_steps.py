@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,12 +14,17 @@ from torch.optim import Optimizer
 
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.breakdown import MemoryBreakdown, measure_breakdown
+from lightning_batchmem.devices.breakdown import (
+    MemoryBreakdown,
+    gradient_bytes,
+    measure_breakdown,
+)
 from lightning_batchmem.devices.foreign_values import attributes_of, error_text, value_or_none
 from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.tensors import has_own_tensors
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
+from lightning_batchmem.profile.step_memory import PEAK, held_bytes
 from lightning_batchmem.search.compiled import compiled_frames
 
 _BREAKDOWN = "The memory breakdown"
@@ -91,24 +97,24 @@ class SteadySteps:
         """Compare at the next step what is trained: layers may have been unfrozen."""
         self._may_have_changed = True
 
-    def begin(self, module: LightningModule, batch: object) -> bool:
-        """Begin what is measured in this step.
+    def begin(self, module: LightningModule, batch: object, number: int) -> bool:
+        """Begin what is measured in the step with this number.
 
         Returns:
             Whether that is the breakdown. Its time does not belong to the step.
         """
         if self._may_have_changed:
             self._may_have_changed = False
-            self._compare(module)
+            self._compare()
         if not self._is_steady:
             return False
-        self._hooks.remove()
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
-            value_or_none(_BREAKDOWN, breakdown.take, module, self._optimizers, batch)
+            value_or_none(_BREAKDOWN, breakdown.take, batch, number)
             if breakdown.is_due:
                 self.breakdown = None
             return True
+        self._hooks.remove()
         if self._to_measure:
             self._begin_measurement(self._to_measure.pop(), module, batch)
         return False
@@ -142,10 +148,10 @@ class SteadySteps:
             self._refuse(measured, error)
         return True
 
-    def add_peak(self, peak_bytes: int) -> None:
-        """Add the peak of a step to the breakdown, if it was taken."""
+    def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
+        """Add the peak of a step, and its start, to the breakdown, if it was taken."""
         if self.breakdown is not None:
-            self.breakdown.add_peak(peak_bytes)
+            self.breakdown.add_peak(peak_bytes, start_bytes)
 
     def drop(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead."""
@@ -159,7 +165,7 @@ class SteadySteps:
         self._hooks.remove()
         self.drop()
 
-    def _compare(self, module: LightningModule) -> None:
+    def _compare(self) -> None:
         """Take the breakdown again if other layers are trained than before.
 
         Their gradients and states would count as activations.
@@ -167,7 +173,7 @@ class SteadySteps:
         breakdown = self.breakdown
         if breakdown is None or breakdown.is_due:
             return
-        if value_or_none(_BREAKDOWN, breakdown.has_changed, module):
+        if value_or_none(_BREAKDOWN, breakdown.has_changed):
             self._is_steady = False
             self._is_noted = self._note_steps()
             breakdown.forget()
@@ -209,8 +215,11 @@ class SteadySteps:
         return sum(count for count in counts if isinstance(count, int))
 
     def _note_step(self, *_: object) -> None:
-        """Begin the steady state after a step of an optimizer."""
+        """Begin the steady state after a step of an optimizer, and measure gradients in it."""
         self._is_steady = True
+        breakdown = self.breakdown
+        if breakdown is not None and not breakdown.is_due:
+            value_or_none(_BREAKDOWN, breakdown.add_gradients)
 
 
 def _num_trained(module: Module) -> int:
@@ -225,14 +234,20 @@ class SteadyBreakdown:
         device_memory: DeviceMemory,
         device: torch.device,
         module: Module,
-        optimizers: Iterable[Optimizer],
+        optimizers: list[Optimizer],
     ) -> None:
         # Bytes on the device outside this process's allocator.
         self.outside_bytes: int | None = None
-        # The highest peak of the steps since the breakdown.
+        # The highest peak of the steps since the breakdown, and what was held before that step.
         self.peak_bytes = 0
+        self._start_bytes = 0
+        # The same when the breakdown was taken.
+        self._taken_bytes: float = 0
+        self._gradients_bytes = 0
         self._device_memory = device_memory
         self._device = device
+        self._module = module
+        self._optimizers = optimizers
         self._at_start: MemoryBreakdown | None = None
         # Numbers in the parameters that got gradients then.
         self._num_trained = 0
@@ -245,40 +260,63 @@ class SteadyBreakdown:
             breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
             self._other_bytes = breakdown.other_bytes
 
-    def has_changed(self, module: Module) -> bool:
+    def has_changed(self) -> bool:
         """Return whether other parameters get gradients than when it was taken."""
-        return self._num_trained != _num_trained(module)
+        return self._num_trained != _num_trained(self._module)
 
     def forget(self) -> None:
         """Forget what was measured, to take the breakdown again."""
         self._at_start = None
-        self.peak_bytes = 0
+        self.peak_bytes = self._gradients_bytes = 0
 
     @property
     def is_due(self) -> bool:
         """Whether to call :meth:`take` at the start of the next steady step."""
         return self._at_start is None
 
-    def take(self, module: Module, optimizers: list[Optimizer], batch: object) -> None:
-        """Measure the storages alive at the start of a step."""
+    def take(self, batch: object, number: int) -> None:
+        """Measure the storages alive at the start of the step with this number."""
         start_bytes = self._device_memory.current().allocated_bytes
         breakdown = measure_breakdown(
-            module, optimizers, batch, self._device, start_bytes=start_bytes
+            self._module, self._optimizers, batch, self._device, start_bytes=start_bytes
         )
         if self._other_bytes is not None:
             other_bytes = min(breakdown.other_bytes, self._other_bytes)
             breakdown = replace(breakdown, other_bytes=other_bytes)
-        self._at_start = breakdown
-        self._num_trained = _num_trained(module)
+        held = value_or_none(PEAK, held_bytes, self._device_memory, batch, self._device)
+        self._taken_bytes = math.inf if held is None else held[1]
+        self._at_start = replace(breakdown, step=number)
+        self._num_trained = _num_trained(self._module)
         self.outside_bytes = self._device_memory.non_torch_bytes()
 
-    def add_peak(self, peak_bytes: int) -> None:
-        """Add the peak of a step."""
+    def add_gradients(self) -> None:
+        """Measure the gradients after a step of an optimizer."""
+        count_bytes = gradient_bytes(self._module, self._optimizers, self._device)
+        self._gradients_bytes = max(self._gradients_bytes, count_bytes)
+
+    def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
+        """Add the peak of a step, and the bytes held at the last start that was read."""
         if self._at_start is not None and peak_bytes > self.peak_bytes:
             self.peak_bytes = peak_bytes
+            self._start_bytes = start_bytes
 
-    def at_peak(self) -> MemoryBreakdown | None:
-        """Return the breakdown at the highest peak; None before the first steady step."""
+    def at_peak(self, *, is_leak: bool) -> MemoryBreakdown | None:
+        """Return the breakdown at the highest peak; None before the first steady step.
+
+        Args:
+            is_leak: whether the memory grew steadily. On the host other growth may be memory that
+                was freed.
+        """
         if self._at_start is None or not self.peak_bytes:
             return None
-        return self._at_start.at_peak(self.peak_bytes)
+        device_memory = self._device_memory
+        kept_bytes = self._start_bytes - self._taken_bytes
+        # Equal steps may differ by this much.
+        is_kept = kept_bytes > device_memory.granularity_bytes
+        if device_memory.is_host:
+            is_kept &= is_leak
+        return self._at_start.at_peak(
+            self.peak_bytes,
+            gradients_bytes=self._gradients_bytes,
+            kept_bytes=int(kept_bytes) if is_kept else 0,
+        )

@@ -23,8 +23,8 @@ class Step(NamedTuple):
     wait_seconds: float | None
     peak_bytes: int | None
     peak_reserved_bytes: int | None = None
-    # Bytes that this process held at the end of the step; read in some steps only.
-    end_bytes: int | None = None
+    # Bytes that this process held at the start of the step, without its batch; read in some only.
+    start_bytes: int | None = None
     items: float | None = None
     # Whether one of the profiler's own measurements slowed this step.
     is_slowed: bool = False

@@ -56,6 +56,9 @@ def _memory_table(memory: RunMemory) -> str:
                 label = "activations, and freed memory that is kept"
             share = f"{count_bytes / peak_bytes:.1%}" if peak_bytes else ""
             rows.append((label, mib(count_bytes), share))
+        if breakdown.kept_bytes:
+            share = f"{breakdown.kept_bytes / peak_bytes:.1%}"
+            rows.append((f"kept since step {breakdown.step}", mib(breakdown.kept_bytes), share))
     peak_name = "peak, held by this process" if is_resident_set else "peak, live"
     rows.append((peak_name, mib(peak_bytes), "100.0%"))
     for name, beyond_bytes in (

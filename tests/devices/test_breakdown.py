@@ -116,6 +116,17 @@ def test_a_peak_and_a_start_below_the_known_parts_leave_a_negative_rest_and_the_
     assert at_start.at_peak(590) == MemoryBreakdown(10, 20, 30, 40, 0, 490)
 
 
+def test_what_was_kept_and_gradients_of_a_step_are_no_activations():
+    at_start = MemoryBreakdown(10, 20, 30, 40, 0, 500)
+    parts = at_start.at_peak(900, gradients_bytes=70, kept_bytes=100)
+    assert parts == MemoryBreakdown(10, 70, 30, 40, 150, 500, 100)
+    assert (parts.peak_bytes, parts.start_bytes) == (900, 750)
+    # Fewer gradients than at the start are not at the peak, and the parts fit into it.
+    assert at_start.at_peak(900, gradients_bytes=10) == MemoryBreakdown(10, 20, 30, 40, 300, 500)
+    full = at_start.at_peak(650, gradients_bytes=70, kept_bytes=100)
+    assert full == MemoryBreakdown(10, 20, 30, 40, 0, 500, 50)
+
+
 class Lookahead(torch.optim.Optimizer):
     """An optimizer around another, which has the state."""
 

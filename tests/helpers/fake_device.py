@@ -79,8 +79,8 @@ class FakeDevice:
     def current(self) -> MemoryStats:
         return self._reading(self._current_bytes)
 
-    def private_bytes(self) -> int:
-        return self._current_bytes
+    def peak_and_private_bytes(self) -> tuple[int, int]:
+        return self._peak_bytes, self._current_bytes
 
     def available_bytes(self) -> int:
         return self.budget

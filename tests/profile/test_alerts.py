@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts, LeakDetector
-from lightning_batchmem.profile.recorder import next_reading
 from lightning_batchmem.profile.step import DeviceReading, Interval, Step
+from lightning_batchmem.profile.step_memory import next_reading
 from tests.helpers.steps import interval
 
 GIB = 1024 * MIB
@@ -24,8 +24,8 @@ def alerts(**arguments):
     return Alerts(sentences.append, granularity_bytes=GRANULARITY, **arguments), sentences
 
 
-def step(number, size, peak_bytes, end_bytes=None):
-    return Step(number, "train", size, 0.1, 0.0, peak_bytes, end_bytes=end_bytes)
+def step(number, size, peak_bytes, start_bytes=None):
+    return Step(number, "train", size, 0.1, 0.0, peak_bytes, start_bytes=start_bytes)
 
 
 # Tests of leaks.
@@ -187,8 +187,8 @@ def test_a_smaller_batch_is_no_advice_where_memory_grows():
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("predict", "at the end of a prediction step .* Pass return_predictions=False"),
-        ("test", "at the end of a test step .* Keep loss"),
+        ("predict", "at the start of a prediction step .* Pass return_predictions=False"),
+        ("test", "at the start of a test step .* Keep loss"),
     ],
 )
 def test_an_evaluation_has_the_alerts_of_its_own_stage(stage, sentence):
