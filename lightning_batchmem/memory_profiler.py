@@ -29,6 +29,7 @@ from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.run import Run, plan_in
 from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder, make_log_dir
 from lightning_batchmem.profile.steady_steps import Options
+from lightning_batchmem.profile.step_memory import PEAK
 from lightning_batchmem.profile.summary import Summary
 from lightning_batchmem.profile.text import summary_text
 
@@ -116,6 +117,8 @@ class MemoryProfiler(Callback):
         self._plan: Plan | None = None
         self._summary: Summary | None = None
         self._run_peak_bytes: int | None = None
+        # From the setup of a run to its begin.
+        self._device_memory: DeviceMemory | None = None
         self._is_table_due = False
 
     @classmethod
@@ -144,17 +147,21 @@ class MemoryProfiler(Callback):
 
     @property
     def epoch_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in a step of this epoch so far, with its validation.
+        """Highest allocated bytes in this epoch so far, with its validation.
 
         It is ``None`` between runs. The profiler resets the device's peak counter in every step, so
         read this, or :attr:`run_peak_bytes`, instead of ``torch.cuda.max_memory_allocated()``.
         """
-        return None if self._run is None else self._run.epoch_peak_bytes or None
+        return None if self._run is None else self._run.peaks.epoch_bytes or None
 
     @property
     def run_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in a step of this run so far; after its end, of the whole run."""
-        return self._run_peak_bytes if self._run is None else self._run.run_peak_bytes or None
+        """Highest allocated bytes in this run so far; after its end, of the whole run.
+
+        Between two steps they are read after a checkpoint, an evaluation and an epoch, where other
+        callbacks took long, and at some steps.
+        """
+        return self._run_peak_bytes if self._run is None else self._run.peaks.run_bytes or None
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that is measured; override it to measure another kind of device.
@@ -174,6 +181,9 @@ class MemoryProfiler(Callback):
         self._run = None
         self._summary = None
         self._run_peak_bytes = None
+        device = trainer.strategy.root_device
+        self._device_memory = value_or_none("The memory of the device", self.device_memory, device)
+        self._restart_peak()
         log_dir = log_dir_of(trainer) or os.fsdecode(trainer.default_root_dir)
         is_remote = "://" in log_dir
         is_without_files = is_remote or is_fast_dev_run(trainer)
@@ -262,6 +272,13 @@ class MemoryProfiler(Callback):
 
     on_test_end = on_predict_end = on_validation_end
 
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin what follows the last step of an evaluation."""
+        if self._run is not None:
+            self._run.leave()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
@@ -305,17 +322,26 @@ class MemoryProfiler(Callback):
             # holds, and its plan is in a file already.
             plan = None
         else:
+            if plan is not self._plan:
+                # Steps of its search are no part of the run.
+                self._restart_peak()
             self._plan = plan
+        device_memory = self._device_memory
+        self._device_memory = None
         self._run = Run(
             trainer,
             module,
             stage,
-            value_or_none("The memory of the device", self.device_memory, device),
+            device_memory,
             plan,
             self._options,
             folder=folder,
             snapshot=snapshot,
         )
+
+    def _restart_peak(self) -> None:
+        if self._device_memory is not None:
+            value_or_none(PEAK, self._device_memory.reset_peak)
 
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         run = self._run
@@ -323,7 +349,7 @@ class MemoryProfiler(Callback):
         self._run = None
         if run is not None:
             self._summary = run.finish(trainer, is_complete=is_complete)
-            self._run_peak_bytes = run.run_peak_bytes or None
+            self._run_peak_bytes = run.peaks.run_bytes or None
             self._is_table_due = is_complete
 
 

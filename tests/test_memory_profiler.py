@@ -563,6 +563,122 @@ def test_the_peaks_of_epoch_and_run_can_be_read_at_any_time(tmp_path, device_mem
     assert (profiler.epoch_peak_bytes, profiler.run_peak_bytes) == (None, 10 * MIB)
 
 
+def before_mib(tmp_path):
+    """The training steps whose rows have a peak before them of more than 100 MiB."""
+    return {
+        int(row["step"]): float(row["peak_before_mib"])
+        for row in csv_rows(tmp_path)
+        if row["stage"] == "train" and float(row["peak_before_mib"] or 0) > 100
+    }
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize(
+    ("hook", "steps"),
+    [
+        ("on_train_epoch_end", [6]),
+        ("on_validation_start", [3, 6, 9]),
+        ("on_validation_epoch_end", [3, 6, 9]),
+        ("on_validation_end", [3, 6, 9]),
+        ("on_save_checkpoint", [3, 6, 9]),
+    ],
+)
+def test_the_peak_between_two_steps_is_known_with_the_step_before(
+    tmp_path, device_memory, capsys, hook, steps, is_last
+):
+    def use(*_):
+        device_memory.use(300 * MIB)
+        device_memory.free()
+
+    profiler = MemoryProfiler()
+    others = At(**{hook: use})
+    saves = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1)
+    callbacks = [others, profiler] if is_last else [profiler, others]
+    trainer = trainer_for(
+        tmp_path, *callbacks, saves, max_epochs=2, val_check_interval=3, num_sanity_val_steps=0
+    )
+    trainer.fit(Validated(), data(), data(samples=4))
+    memory = profiler.summary.memory
+    assert (memory.between_steps.peak_bytes, memory.peak_bytes) == (301 * MIB, MIB)
+    assert memory.between_steps.after_step == steps[0] - 1
+    assert profiler.run_peak_bytes == 301 * MIB
+    found = before_mib(tmp_path)
+    # A step of a validation may come first.
+    is_before_validation = hook in ("on_validation_start", "on_save_checkpoint")
+    assert found == dict.fromkeys([] if is_before_validation else steps, 301.0)
+    text = f"| after step {steps[0] - 1} and before the next one | 301.0 MiB |"
+    assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_memory_after_the_last_step_counts(tmp_path, device_memory, capsys):
+    def use(trainer, module):
+        if trainer.current_epoch == 1:
+            device_memory.use(300 * MIB)
+            device_memory.free()
+
+    profiler, _ = profiled(tmp_path, Net(), At(on_train_epoch_end=use), max_epochs=2)
+    between = profiler.summary.memory.between_steps
+    assert (between.peak_bytes, between.after_step) == (301 * MIB, 11)
+    assert before_mib(tmp_path) == {}
+    assert "after step 11 and before the next one" in capsys.readouterr().out
+    profiler, _ = profiled(tmp_path / "quiet", Net(), max_epochs=2)
+    assert profiler.summary.memory.between_bytes == 0
+    assert "before the next one" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gap_seconds", [0.0, 1.0])
+def test_a_callback_that_takes_long_between_two_steps_is_looked_at(
+    tmp_path, device_memory, clock, gap_seconds
+):
+    """After step 96 what is between two steps is read at some steps only."""
+
+    def use(trainer, module):
+        if module.steps == 150:
+            device_memory.use(300 * MIB)
+            device_memory.free()
+            clock.sleep(gap_seconds)
+
+    profiled(tmp_path, Net(), At(on_train_batch_end=use), loader=data(samples=800))
+    assert before_mib(tmp_path) == ({151: 301.0} if gap_seconds else {})
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_what_a_checkpoint_loads_is_before_the_first_step(tmp_path, device_memory, capsys):
+    class Loads(Net):
+        def on_load_checkpoint(self, checkpoint):
+            device_memory.use(300 * MIB)
+            device_memory.free()
+
+    trainer = trainer_for(tmp_path, max_steps=3)
+    trainer.fit(Net(), data())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    profiler = MemoryProfiler()
+    trainer = trainer_for(tmp_path, profiler, max_steps=6, max_epochs=3)
+    trainer.fit(Loads(), data(), ckpt_path=tmp_path / "last.ckpt")
+    between = profiler.summary.memory.between_steps
+    assert (between.peak_bytes, between.after_step) == (301 * MIB, None)
+    (step,) = before_mib(tmp_path)
+    assert step == int(csv_rows(tmp_path)[0]["step"])
+    assert "| before the first step | 301.0 MiB |" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_a_search_is_not_before_the_first_step(tmp_path, device_memory, searches):
+    device_memory.budget = 600 * MIB
+    finder = BatchFinder(max_batch_size=4)
+    finder.device_memory = lambda device: device_memory
+
+    def use(*_):
+        device_memory.use(500 * MIB)
+        device_memory.free()
+
+    callbacks = [At(on_fit_start=use), *([finder] if searches else [])]
+    profiler = MemoryProfiler()
+    trainer_for(tmp_path, profiler, *callbacks, max_steps=3).fit(Lawful(device_memory, law))
+    memory = profiler.summary.memory
+    assert (memory.between_steps.peak_bytes > 500 * MIB) is not searches
+
+
 class WithoutMemory(MemoryProfiler):
     """As on MPS, and on a host whose kernel peak cannot be reset."""
 
@@ -672,7 +788,8 @@ def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in
     profiled(tmp_path, Net(), count, loader=data(samples=800))
     # The hook is removed after the step of the breakdown, which has a reading of its own.
     assert hooks == [1, 1, *[0] * 198]
-    assert len(readings) == 137 + 1
+    # The memory is also read before the first step, and after the last one.
+    assert len(readings) == 137 + 1 + 3
 
 
 def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
@@ -959,7 +1076,8 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
     trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"), end, num_sanity_val_steps=0)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer.fit(Validated(work), data(), data(samples=8))
-    assert f"MemoryProfiler: memory ran out {text}." in notes_of(error)
+    note = f"MemoryProfiler: memory ran out {text}."
+    assert f"{note} The highest peak before was 51.0 MiB, in train step 0." in notes_of(error)
     assert "MemoryProfiler: the snapshot is written" in notes_of(error)
     assert calls == [(tmp_path / OWN_LOGS, "cpu"), ("write", 0), "stop"]
 

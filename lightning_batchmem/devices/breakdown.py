@@ -53,6 +53,8 @@ class MemoryBreakdown:
         kept_bytes: what steps have kept since the step in which the parts were measured, up to the
             step with the highest peak: outputs in a list, a metric, a cache.
         step: the step in which the parts were measured; None without steps.
+        outside_bytes: bytes on the device outside this process's allocator at that time: contexts,
+            NCCL, other processes; None if unknown. They are no part of the peak.
 
     Example:
         >>> MemoryBreakdown(80, 80, 160, 24, 500, 896).peak_bytes
@@ -67,6 +69,7 @@ class MemoryBreakdown:
     other_bytes: int
     kept_bytes: int = 0
     step: int | None = None
+    outside_bytes: int | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{mib(getattr(self, field))} {name}" for name, field in PARTS)

@@ -49,6 +49,9 @@ class StepClock:
         self._has_end = True
         self._requested: float | None = None
         self._wait_seconds: float | None = None
+        # The seconds between two steps before the batch was requested, and what is needed for them.
+        self.gap_seconds = 0.0
+        self._stopped = math.inf
 
     @property
     def number(self) -> int:
@@ -65,6 +68,7 @@ class StepClock:
     def stop(self) -> None:
         """Note the end of the step, whose time goes on until the next request."""
         self.in_step = False
+        self._stopped = self.now()
 
     def restart(self) -> None:
         """Count the steps from the first one again."""
@@ -94,6 +98,7 @@ class StepClock:
         self.in_step = True
         self._begin = arrived if self._requested is None else self._requested
         self._wait_seconds = None if self._requested is None else arrived - self._requested
+        self.gap_seconds = self._begin - self._stopped
         self._requested = None
         self._has_end = False
 
@@ -178,7 +183,7 @@ class StepRecorder:
         self.clock = self.run_clock
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
-        self._memory = StepMemory(device_memory, self._device)
+        self.memory = StepMemory(device_memory, self._device)
         self._counter = BatchCounter(trainer, options.items_fn)
         self._batch = PlacedBatch(None, 0, 0)
         self._has_graphs = False
@@ -203,19 +208,24 @@ class StepRecorder:
         self._counter.end_validation()
         self.clock = self.run_clock
 
+    def leave(self) -> None:
+        """End the time of a step: a checkpoint, an evaluation or the end of an epoch follows."""
+        self.run_clock.end()
+        if not self.clock.in_step:
+            self.memory.leave(self._last_number())
+
     def start(self, module: LightningModule, batch: PlacedBatch, arrived: float) -> None:
         """Begin a step, whose batch has arrived at this time."""
+        last_number = self._last_number()
         self.clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
         clock = self.clock
-        if clock is not self.run_clock:
-            self._memory.start(batch.batch, None)
-            return
-        begin = clock.now()
-        self._memory.start(batch.batch, clock.steps)
-        if self.steady.begin(module, batch.batch, clock.number):
-            clock.leave_out(clock.now() - begin)
+        self.memory.start(batch.batch, last_number, clock.gap_seconds)
+        if clock is self.run_clock:
+            begin = clock.now()
+            if self.steady.begin(module, batch.batch, clock.number):
+                clock.leave_out(clock.now() - begin)
 
     def stop(self, batch: PlacedBatch) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
@@ -227,13 +237,15 @@ class StepRecorder:
             return None
         clock.stop()
         samples = self._counter.samples(batch)
-        peak_bytes, reserved_bytes, _ = self._memory.peak() or (None, None, None)
+        steps = clock.steps if clock is self.run_clock else None
+        before_bytes = self.memory.before_bytes
+        peak_bytes, reserved_bytes, _ = self.memory.end(steps) or (None, None, None)
         is_slowed = clock is self.run_clock and self.steady.end(samples, peak_bytes)
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
         if clock is self.run_clock and peak_bytes is not None:
-            self.steady.add_peak(peak_bytes, self._memory.last_start_bytes)
+            self.steady.add_peak(peak_bytes, self.memory.last_start_bytes)
         self._batch = PlacedBatch(None, 0, 0)
         # By position, because keywords take twice as long.
         self._ended = Step(
@@ -244,10 +256,11 @@ class StepRecorder:
             None,
             peak_bytes,
             reserved_bytes,
-            self._memory.start_bytes,
+            self.memory.start_bytes,
             self._counter.items(batch.batch),
             is_slowed,
             self._has_graphs,
+            before_bytes,
         )
         return peak_bytes or 0
 
@@ -259,6 +272,16 @@ class StepRecorder:
         self._ended = None
         seconds, wait_seconds = self.clock.seconds()
         return ended.timed(seconds, wait_seconds)
+
+    def close(self) -> None:
+        """Read the memory after the last step, and remove all hooks."""
+        self.steady.close()
+        if not self.clock.in_step:
+            self.memory.read(self._last_number())
+
+    def _last_number(self) -> int | None:
+        """The number of the last step of the run; None before the first one."""
+        return self.run_clock.number if self.run_clock.steps else None
 
     def explain_out_of_memory(self, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""

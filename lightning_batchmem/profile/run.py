@@ -17,6 +17,7 @@ from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
@@ -33,6 +34,7 @@ from lightning_batchmem.profile.step import (
     Totals,
 )
 from lightning_batchmem.profile.step_csv import StepCsv
+from lightning_batchmem.profile.step_memory import RunPeaks
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
 # At most this many steps are kept without a log.
@@ -123,8 +125,7 @@ class Run:
             csv = StepCsv(
                 folder.csv, world_size=trainer.world_size, has_exact_times=has_exact_times
             )
-        self.epoch_peak_bytes = 0
-        self.run_peak_bytes = 0
+        self.peaks = RunPeaks()
         self._folder = folder
         self._snapshot = snapshot
         self._recorder = recorder
@@ -154,7 +155,7 @@ class Run:
             trainer,
             recorder.run_clock.request,
             recorder.validation_clock.request,
-            recorder.run_clock.end,
+            recorder.leave,
         )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -166,24 +167,28 @@ class Run:
         if self._group is not None and self._group.epoch_end_step is not None:
             self._join_ranks()
         self._recorder.steady.begin_epoch()
-        self.epoch_peak_bytes = 0
+        self.peaks.begin_epoch()
 
     def begin_step(self, module: LightningModule, batch: PlacedBatch) -> None:
         """Begin a step, whose batch has arrived, and log the steps before it if that is due."""
         arrived = self._recorder.clock.now()
         self._complete()
         self._recorder.start(module, batch, arrived)
+        self._add_between()
+
+    def leave(self) -> None:
+        """Note that the last step of an evaluation has ended, and what follows is no step."""
+        self._recorder.leave()
 
     def end_step(self, trainer: Trainer, batch: PlacedBatch) -> None:
         """End a step, except its time."""
         peak_bytes = self._recorder.stop(batch)
         if peak_bytes is None:
             return
-        if peak_bytes > self.epoch_peak_bytes:
-            self.epoch_peak_bytes = peak_bytes
-            self.run_peak_bytes = max(self.run_peak_bytes, peak_bytes)
+        clock = self._recorder.clock
+        self.peaks.add(peak_bytes, clock.stage, clock.number)
         self._logging_step = logging_step(trainer)
-        is_training = self._recorder.clock.stage == "train"
+        is_training = clock.stage == "train"
         self._is_due = is_training and logs_now(trainer, self._logging_step)
 
     def end_epoch(self, trainer: Trainer) -> None:
@@ -208,13 +213,18 @@ class Run:
         """Report a validation in the training."""
         self._report()
         self._recorder.end_validation()
+        self._recorder.leave()
         # The next utilization of the training is without the validation.
         self._reader.leave_out()
 
     def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
         """Return sentences about an error that ended the run."""
         if is_out_of_memory(error):
-            yield self._recorder.explain_out_of_memory(trainer)
+            note = self._recorder.explain_out_of_memory(trainer)
+            if self.peaks.run_bytes:
+                peak = mib(self.peaks.run_bytes)
+                note += f" The highest peak before was {peak}, {self.peaks.place}."
+            yield note
             if self._snapshot is not None:
                 yield self._snapshot.write(trainer.global_rank)
 
@@ -226,7 +236,8 @@ class Run:
         if self._snapshot is not None:
             self._snapshot.stop()
         self._calls.close()
-        self._recorder.steady.close()
+        self._recorder.close()
+        self._add_between()
         rank_peaks_bytes: tuple[int, ...] = ()
         try:
             self._report()
@@ -242,6 +253,11 @@ class Run:
         if summary is not None and self._folder is not None:
             self._folder.write(summary_name(summary.stage), summary.to_json())
         return summary
+
+    def _add_between(self) -> None:
+        memory = self._recorder.memory
+        if memory.before_bytes is not None:
+            self.peaks.add(memory.before_bytes, memory.between)
 
     def _complete(self) -> None:
         """Add the time to the step that has ended, and log the steps if that is due."""
@@ -298,6 +314,7 @@ class Run:
             totals,
             by_stage.get("validate") if stage == "train" else None,
             steady.breakdown,
+            self._recorder.memory.between,
             is_leak="leak" in self._takers.alerts.issued,
             limit_bytes=self._reader.last.limit_bytes,
             rank_peaks_bytes=rank_peaks_bytes,

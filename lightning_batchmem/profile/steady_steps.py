@@ -236,8 +236,6 @@ class SteadyBreakdown:
         module: Module,
         optimizers: list[Optimizer],
     ) -> None:
-        # Bytes on the device outside this process's allocator.
-        self.outside_bytes: int | None = None
         # The highest peak of the steps since the breakdown, and what was held before that step.
         self.peak_bytes = 0
         self._start_bytes = 0
@@ -285,9 +283,9 @@ class SteadyBreakdown:
             breakdown = replace(breakdown, other_bytes=other_bytes)
         held = value_or_none(PEAK, held_bytes, self._device_memory, batch, self._device)
         self._taken_bytes = math.inf if held is None else held[1]
-        self._at_start = replace(breakdown, step=number)
+        outside_bytes = self._device_memory.non_torch_bytes()
+        self._at_start = replace(breakdown, step=number, outside_bytes=outside_bytes)
         self._num_trained = _num_trained(self._module)
-        self.outside_bytes = self._device_memory.non_torch_bytes()
 
     def add_gradients(self) -> None:
         """Measure the gradients after a step of an optimizer."""

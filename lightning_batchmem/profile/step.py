@@ -30,6 +30,8 @@ class Step(NamedTuple):
     is_slowed: bool = False
     # Whether the step replays CUDA graphs, so that only the reserved peak is known.
     has_graphs: bool = False
+    # The highest bytes between this step and the one before it; read in some only.
+    before_bytes: int | None = None
 
     def timed(self, seconds: float, wait_seconds: float | None) -> Step:
         """Return this step with its time, in half the time of ``_replace``."""

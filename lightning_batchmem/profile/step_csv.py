@@ -27,6 +27,7 @@ COLUMNS = (
     "data_wait_pct",
     "gpu_pct",
     "cpu_pct",
+    "peak_before_mib",
 )
 _MIB = 1 / MIB
 
@@ -90,6 +91,7 @@ class StepCsv:
                 _product(step.wait_seconds, wait_percent),
                 _product(percent if kind == "gpu_pct" else None, 1),
                 _product(percent if kind == "cpu_pct" else None, 1),
+                _product(step.before_bytes, _MIB),
             ]
 
 

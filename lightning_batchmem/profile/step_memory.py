@@ -1,6 +1,8 @@
-"""The memory of a step: its peak, and in some steps what is held when it starts."""
+"""The memory of a step and before it: peaks, and in some steps what is held when it starts."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -11,48 +13,144 @@ from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 PEAK = "The memory of a step"
 
 
-class StepMemory:
-    """Reads the memory of the steps of a run.
+# A reading takes about 20 µs on CUDA, so it is made where Lightning and other callbacks took much
+# longer between two steps.
+_LONG_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class PeakBetweenSteps:
+    """The highest memory between two steps, in a hook or a callback.
 
     Args:
-        device_memory: the memory; None if it cannot be measured.
+        peak_bytes: highest allocated bytes (host: resident set).
+        after_step: the step of the run before it; None before the first one.
+    """
+
+    peak_bytes: int
+    after_step: int | None
+
+    def __str__(self) -> str:
+        if self.after_step is None:
+            return "before the first step"
+        return f"after step {self.after_step} and before the next one"
+
+
+class StepMemory:
+    """Reads the memory of the steps of a run, and between them where that may be worth it.
+
+    Between two steps it is read after a checkpoint, an evaluation and an epoch, where a long time
+    passed, and otherwise at some steps, which become rarer.
+
+    Args:
+        device_memory: the memory, whose peak begins before the first step; None if it cannot be
+            measured.
         device: the device of the steps.
     """
 
     def __init__(self, device_memory: DeviceMemory | None, device: torch.device) -> None:
-        # What was held at the start of this step; None where it was not read.
+        # The highest one so far.
+        self.between: PeakBetweenSteps | None = None
+        # The peak between the last step and the one before; None where it was not read.
+        self.before_bytes: int | None = None
+        # What was held at the start of the last step; None where it was not read, or not due.
         self.start_bytes: int | None = None
-        # The last of these.
         self.last_start_bytes = 0
         self._device_memory = device_memory
         self._device = device
-        # It is read at the start of this step, the next time. The first step has no gradients and
-        # states yet.
+        self._last_peak_bytes = 0
+        # Whether the peak is that since the end of the last step.
+        self._is_watched = True
+        # What is held is due at the start of this step, the next time. The first step has no
+        # gradients and states yet.
         self._next_reading = 2
+        self._is_due = False
 
-    def start(self, batch: object, steps: int | None) -> None:
+    def start(self, batch: object, after_step: int | None, gap_seconds: float) -> None:
         """Begin a step.
 
         Args:
             batch: its batch.
-            steps: how many steps of the run have begun; None in a validation within a training.
+            after_step: the step of the run before it; None without one.
+            gap_seconds: the time between both steps, without the wait for data.
         """
         self.start_bytes = None
+        if self._device_memory is None:
+            return
+        if self._is_watched or self._is_due or gap_seconds > _LONG_SECONDS:
+            self.read(after_step, batch)
+            if self._is_due:
+                self.start_bytes = self.last_start_bytes
+                self._is_due = False
+        self._is_watched = False
+        if not self._has_restarted():
+            self._device_memory = None
+
+    def end(self, steps: int | None) -> MemoryStats | None:
+        """End a step, and return its highest use; None if it is unknown.
+
+        What was read before it is forgotten.
+
+        Args:
+            steps: how many steps of the run have begun; None in a validation within a training.
+        """
+        self.before_bytes = None
+        device_memory = self._device_memory
+        peak = None if device_memory is None else value_or_none(PEAK, device_memory.peak)
+        if peak is None:
+            return None
+        self._last_peak_bytes = peak.allocated_bytes
+        if steps is not None and steps + 1 >= self._next_reading:
+            self._next_reading = next_reading(steps + 1)
+            # Another profiler may read the peak of this step after this one, so it stays.
+            self._is_due = True
+        return peak
+
+    def leave(self, after_step: int | None) -> None:
+        """Read the peak from now on at the start of the next step."""
+        if not self._is_watched:
+            self.read(after_step)
+            self._is_watched = self._has_restarted()
+
+    def read(self, after_step: int | None, batch: object = None) -> None:
+        """Read the peak since the end of the last step, and what is held without a batch."""
         device_memory = self._device_memory
         if device_memory is None:
             return
-        if value_or_none(PEAK, _has_reset, device_memory) is None:
-            self._device_memory = None
-        elif steps is not None and steps >= self._next_reading:
-            self._next_reading = next_reading(steps)
-            held = value_or_none(PEAK, held_bytes, device_memory, batch, self._device)
-            if held is not None:
-                self.start_bytes = self.last_start_bytes = held[1]
+        held = value_or_none(PEAK, held_bytes, device_memory, batch, self._device)
+        if held is None:
+            return
+        peak_bytes, self.last_start_bytes = held
+        # Without a restart it is known only where it is above that of the step.
+        if self._is_watched or peak_bytes > self._last_peak_bytes:
+            self.before_bytes = max(peak_bytes, self.before_bytes or 0)
+            if self.between is None or peak_bytes > self.between.peak_bytes:
+                self.between = PeakBetweenSteps(peak_bytes, after_step)
 
-    def peak(self) -> MemoryStats | None:
-        """Return the highest use in the step; None if it is unknown."""
+    def _has_restarted(self) -> bool:
+        """Begin a new peak, and return whether that is possible."""
         device_memory = self._device_memory
-        return None if device_memory is None else value_or_none(PEAK, device_memory.peak)
+        return device_memory is not None and value_or_none(PEAK, _has_reset, device_memory) is True
+
+
+class RunPeaks:
+    """The highest memory of an epoch and of a run so far, in steps and between them."""
+
+    def __init__(self) -> None:
+        self.epoch_bytes = 0
+        self.run_bytes = 0
+        # Where that was.
+        self.place = ""
+
+    def begin_epoch(self) -> None:
+        self.epoch_bytes = 0
+
+    def add(self, peak_bytes: int, place: object, number: int | None = None) -> None:
+        """Add a peak, in a stage and its step with this number, or in another place."""
+        self.epoch_bytes = max(self.epoch_bytes, peak_bytes)
+        if peak_bytes > self.run_bytes:
+            self.run_bytes = peak_bytes
+            self.place = str(place) if number is None else f"in {place} step {number}"
 
 
 def _has_reset(device_memory: DeviceMemory) -> bool:

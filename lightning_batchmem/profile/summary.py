@@ -11,6 +11,7 @@ from lightning_batchmem.profile.flop_step import FlopRate
 from lightning_batchmem.profile.module_memory import PeakByModule
 from lightning_batchmem.profile.steady_steps import SteadyBreakdown
 from lightning_batchmem.profile.step import Totals
+from lightning_batchmem.profile.step_memory import PeakBetweenSteps
 from lightning_batchmem.profile.text import headline, summary_text
 
 
@@ -29,14 +30,14 @@ class RunMemory:
         breakdown: parts of the memory at the highest peak of the steady state, which begins with
             the first step after an optimizer step (in an evaluation: with the second step); None if
             the run ended before.
-        outside_bytes: bytes on the device outside this process's allocator when the breakdown was
-            taken: contexts, NCCL, other processes; None if unknown.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation_peak_bytes: highest allocated bytes in a step of the validations of a training;
             None without them.
         graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
             ``peak_bytes`` has only the other steps.
         is_planned: whether the limit is that of a BatchFinder's plan.
+        between_steps: the highest memory between two steps, as far as it was read there; None if it
+            was not.
     """
 
     peak_bytes: int | None
@@ -45,11 +46,11 @@ class RunMemory:
     peak_reserved_bytes: int | None
     limit_bytes: int | None
     breakdown: MemoryBreakdown | None = None
-    outside_bytes: int | None = None
     rank_peaks_bytes: tuple[int, ...] = ()
     validation_peak_bytes: int | None = None
     graph_steps: int = 0
     is_planned: bool = False
+    between_steps: PeakBetweenSteps | None = None
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class RunMemory:
         totals: Totals,
         validation: Totals | None,
         breakdown: SteadyBreakdown | None,
+        between_steps: PeakBetweenSteps | None,
         *,
         is_leak: bool,
         limit_bytes: int | None,
@@ -72,19 +74,28 @@ class RunMemory:
             totals.peak_reserved_bytes,
             limit_bytes,
             None if breakdown is None else breakdown.at_peak(is_leak=is_leak),
-            None if breakdown is None else breakdown.outside_bytes,
             rank_peaks_bytes,
             None if validation is None else validation.peak_bytes,
             totals.graph_steps,
             is_planned,
+            between_steps,
         )
+
+    @property
+    def between_bytes(self) -> int:
+        """The memory between two steps if it was above that of all steps; otherwise 0."""
+        if self.between_steps is None or self.peak_bytes is None:
+            return 0
+        peak_bytes = max(self.peak_bytes, self.validation_peak_bytes or 0)
+        between_bytes = self.between_steps.peak_bytes
+        return between_bytes if between_bytes > peak_bytes else 0
 
     @property
     def cached_bytes(self) -> int | None:
         """Reserved bytes beyond the highest allocated bytes; None if the device reserves none."""
         if self.peak_reserved_bytes is None or self.peak_bytes is None:
             return None
-        return max(0, self.peak_reserved_bytes - self.peak_bytes)
+        return max(0, self.peak_reserved_bytes - max(self.peak_bytes, self.between_bytes))
 
 
 @dataclass(frozen=True)

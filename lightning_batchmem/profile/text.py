@@ -62,8 +62,9 @@ def _memory_table(memory: RunMemory) -> str:
     peak_name = "peak, held by this process" if is_resident_set else "peak, live"
     rows.append((peak_name, mib(peak_bytes), "100.0%"))
     for name, beyond_bytes in (
+        (str(memory.between_steps), memory.between_bytes or None),
         ("cached, unused", memory.cached_bytes),
-        ("outside the allocator", memory.outside_bytes),
+        ("outside the allocator", None if breakdown is None else breakdown.outside_bytes),
     ):
         if beyond_bytes is not None:
             rows.append((name, mib(beyond_bytes), ""))

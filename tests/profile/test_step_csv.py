@@ -11,7 +11,7 @@ from tests.helpers.steps import interval
 
 HEADER = (
     "step,stage,batch_size,peak_allocated_mib,peak_reserved_mib,limit_mib,"
-    "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct"
+    "samples_per_s,items_per_s,step_ms,data_wait_pct,gpu_pct,cpu_pct,peak_before_mib"
 )
 STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB)
 
@@ -26,7 +26,7 @@ def written(directory, *steps, reading=UNREAD, **options):
 
 
 def test_units_and_columns(tmp_path):
-    step = STEP._replace(items=100)
+    step = STEP._replace(items=100, before_bytes=5 * MIB)
     reading = DeviceReading(16 * MIB, ("gpu_pct", 81.5))
     path = written(tmp_path, STEP, step, reading=reading, world_size=2)
     assert path.read_text().splitlines()[0] == HEADER == ",".join(COLUMNS)
@@ -35,7 +35,7 @@ def test_units_and_columns(tmp_path):
     assert (first["limit_mib"], first["gpu_pct"]) == ("", "")
     present = {name: value for name, value in row.items() if value}
     values = [float(value) if name != "stage" else value for name, value in present.items()]
-    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5]
+    assert values == [7, "train", 8, 3, 4, 16, 32, 400, 500, 25, 81.5, 5]
     assert row["cpu_pct"] == ""
 
 
@@ -56,6 +56,7 @@ def test_unknown_values_are_empty_and_never_0(tmp_path):
 def test_rows_are_read_back(tmp_path):
     (row,) = read_rows(written(tmp_path, STEP, reading=DeviceReading(16 * MIB)))
     memory = {"peak_allocated_mib": 3, "peak_reserved_mib": 4, "limit_mib": 16}
+    memory["peak_before_mib"] = None
     assert row == {"step": 7, "stage": "train", **memory}
     (tmp_path / "other.csv").write_text("step,other\n1,2\n")
     message = r"must be that of a memory_per_batch\.csv, got .*'step,other'"

@@ -7,6 +7,7 @@ from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopRate
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
+from lightning_batchmem.profile.step_memory import PeakBetweenSteps
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 from lightning_batchmem.profile.text import summary_text
 
@@ -35,7 +36,12 @@ def with_speed(summary, **values):
 
 
 CUDA = replace(
-    with_memory(SUMMARY, peak_reserved_bytes=2100 * MIB, outside_bytes=512 * MIB), device="cuda"
+    with_memory(
+        SUMMARY,
+        peak_reserved_bytes=2100 * MIB,
+        breakdown=replace(SUMMARY.memory.breakdown, outside_bytes=512 * MIB),
+    ),
+    device="cuda",
 )
 NO_MEMORY = replace(
     with_memory(SUMMARY, peak_bytes=None, limit_bytes=None, breakdown=None), device="mps"
@@ -101,8 +107,25 @@ def test_every_part_with_its_share():
                 "peak, live | 2,000.0 MiB",
                 "cached, unused | 100.0 MiB",
                 "other (workspaces, kept tensors)",
+                "outside the allocator | 512.0 MiB",
             ],
+            ["before the next one"],
+        ),
+        # A hook may use more than any step.
+        (
+            with_memory(CUDA, between_steps=PeakBetweenSteps(2050 * MIB, 31)),
+            ["| after step 31 and before the next one | 2,050.0 MiB | |", "unused | 50.0 MiB"],
             [],
+        ),
+        (
+            with_memory(CUDA, between_steps=PeakBetweenSteps(2050 * MIB, None)),
+            ["| before the first step | 2,050.0 MiB | |"],
+            [],
+        ),
+        (
+            with_memory(CUDA, between_steps=PeakBetweenSteps(2000 * MIB, 31)),
+            ["unused | 100.0 MiB"],
+            ["after step 31"],
         ),
         (
             MORE,
@@ -173,7 +196,10 @@ def test_a_notebook_shows_the_table_and_a_list_one_line():
     assert repr(NO_MEMORY).startswith("<Summary of training: 1,200 steps")
 
 
-@pytest.mark.parametrize("summary", [SUMMARY, UNKNOWN, MORE, CUDA])
+@pytest.mark.parametrize(
+    "summary",
+    [SUMMARY, UNKNOWN, MORE, with_memory(CUDA, between_steps=PeakBetweenSteps(MIB, None))],
+)
 def test_a_summary_survives_json(summary):
     assert Summary.from_json(summary.to_json()) == summary
     older = {**json.loads(summary.to_json()), "has_peak": True, "estimate": None}
