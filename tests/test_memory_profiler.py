@@ -125,7 +125,8 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
     assert (summary.memory.peak_bytes, summary.memory.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.memory.batch_size) == (6, 2)
     assert summary.speed.cores == usable_cores()
-    samples_per_second = 2 * 22 / (6 * summary.speed.step_seconds)
+    # The first step is no part of the means.
+    samples_per_second = 2 * 18 / (5 * summary.speed.step_seconds)
     assert summary.speed.samples_per_second == pytest.approx(samples_per_second)
     # The breakdown has gradients and the state of Adam, which exist from the second step on.
     weights = (4 + 1) * 4
@@ -292,6 +293,46 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     assert times == [("6000.000", "50.000")] * 4
     speed = profiler.summary.speed
     assert (speed.step_seconds, speed.data_wait_share) == (6, 0.5)
+
+
+class Compiled(Net):
+    """Compiles something in each shape's first step, which takes 30 s."""
+
+    def __init__(self, clock, compiles):
+        super().__init__(lambda *_: clock.sleep(1))
+        self.run = torch.compile(self.layer, backend="eager", dynamic=False) if compiles else None
+        self.clock = clock
+        self.shapes = set()
+
+    def training_step(self, batch, batch_idx):
+        if self.run is not None:
+            self.run(batch[0])
+            if batch[0].shape not in self.shapes:
+                self.clock.sleep(30)
+                self.shapes.add(batch[0].shape)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_steps_that_compile_are_no_part_of_the_means(
+    tmp_path, device_memory, clock, capsys, compiles
+):
+    torch.compiler.reset()
+    # The last batch of an epoch has another shape.
+    profiler, recorder = profiled(
+        tmp_path, Compiled(clock, compiles), loader=data(samples=22), max_epochs=2
+    )
+    speed = profiler.summary.speed
+    assert (speed.step_seconds, profiler.summary.steps) == (3.0, 12)
+    # Two of the 12 steps have another shape, and one of these compiles.
+    samples = 9 * 4 + 2 if compiles else 9 * 4 + 2 * 2
+    steps = 10 if compiles else 11
+    assert speed.samples_per_second == pytest.approx(samples / (3.0 * steps))
+    assert speed.first_step_seconds == (33.0 if compiles else 3.0)
+    shown = "12 steps of 3,000.0 ms after a first step of 33.00 s"
+    assert (shown in capsys.readouterr().out) == compiles
+    logged = [metrics["throughput/step_ms"] for _, metrics in recorder.ours]
+    assert logged == [33000.0 if step in (0, 5) and compiles else 3000.0 for step in range(12)]
 
 
 class Gathering(Validated):
@@ -775,7 +816,7 @@ def test_a_peak_that_grows_is_no_leak(tmp_path, device_memory, monkeypatch, is_h
 
 
 def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in_use(
-    tmp_path, device_memory, monkeypatch
+    tmp_path, device_memory, monkeypatch, clock
 ):
     device_memory.as_host()
     readings = []

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import MIB, mib
-from lightning_batchmem.profile.step import Interval, Step, Totals
+from lightning_batchmem.profile.step import Interval, Step, Times
 
 if TYPE_CHECKING:
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed
@@ -87,7 +87,7 @@ class Alerts:
         self._stage = stage
         self._planned_bytes = planned_bytes
         self._leaks = LeakDetector(granularity_bytes)
-        self._waited = Totals()
+        self._waited = Times()
 
     def take(self, interval: Interval) -> None:
         """Check the steps since the last call."""
@@ -104,7 +104,7 @@ class Alerts:
             self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None and interval.stage == self._stage:
-            self._check_wait(totals)
+            self._check_wait(totals.times)
 
     def _check_growth(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
         """Compare the memory in use at the start of a step with the steps before it."""
@@ -121,14 +121,14 @@ class Alerts:
         stage = STAGES[self._stage]
         self._issue("leak", stage=stage, pace=pace, end=end, limit=limit, advice=advice)
 
-    def _check_wait(self, totals: Totals) -> None:
+    def _check_wait(self, times: Times) -> None:
         """Add the steps since the last call, and check the wait once they are enough."""
-        self._waited.add(totals)
+        self._waited.add(times)
         waited = self._waited
         seconds = waited.busy.seconds
         if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
             return
-        self._waited = Totals()
+        self._waited = Times()
         share = waited.wait.per_second() or 0.0
         busy = waited.busy.per_second() or 0.0
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:

@@ -38,16 +38,17 @@ class LoggerMetrics:
     def metrics(self, interval: Interval) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones."""
         totals = interval.totals
+        times = totals.times
         ranks = self.world_size
         reading = interval.reading
         known: dict[str, float | None] = {
             "memory/peak_allocated_mib": _mib(totals.peak_bytes),
             "memory/peak_reserved_mib": _mib(totals.peak_reserved_bytes),
             "memory/limit_mib": _mib(reading.limit_bytes),
-            "throughput/samples_per_s": totals.samples.per_second(ranks),
-            "throughput/items_per_s": totals.items.per_second(ranks),
-            "throughput/step_ms": 1e3 * totals.step_seconds,
-            "throughput/data_wait_pct": totals.wait.per_second(100.0),
+            "throughput/samples_per_s": times.samples.per_second(ranks),
+            "throughput/items_per_s": times.items.per_second(ranks),
+            "throughput/step_ms": 1e3 * times.step_seconds,
+            "throughput/data_wait_pct": times.wait.per_second(100.0),
             "batch/size": totals.batch_size,
         }
         if reading.utilization is not None:
@@ -62,7 +63,7 @@ class LoggerMetrics:
         else:
             known["memory/alloc_retries"] = reading.alloc_retries
             if self.flops is not None:
-                rate = self.flops.rate(totals.samples.per_second())
+                rate = self.flops.rate(times.samples.per_second())
                 known["throughput/tflops_per_device"] = rate.tflops_per_device
                 known["throughput/mfu_pct"] = rate.mfu_pct
         return {name: float(value) for name, value in known.items() if value is not None}

@@ -21,6 +21,7 @@ from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
 from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_memory import StepMemory
+from lightning_batchmem.search.compiled import compiled_frames
 
 
 class StepClock:
@@ -187,6 +188,7 @@ class StepRecorder:
         self._counter = BatchCounter(trainer, options.items_fn)
         self._batch = PlacedBatch(None, 0, 0)
         self._has_graphs = False
+        self._compiled = compiled_frames()
         # The step that has ended. Its seconds are not known yet.
         self._ended: Step | None = None
 
@@ -241,6 +243,10 @@ class StepRecorder:
         before_bytes = self.memory.before_bytes
         peak_bytes, reserved_bytes, _ = self.memory.end(steps) or (None, None, None)
         is_slowed = clock is self.run_clock and self.steady.end(samples, peak_bytes)
+        # What is compiled takes seconds, and what is new to the device or the loader may too.
+        compiled = compiled_frames()
+        is_first = clock.steps == 1 or compiled != self._compiled
+        self._compiled = compiled
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
@@ -259,7 +265,7 @@ class StepRecorder:
             self.memory.start_bytes,
             self._counter.items(batch.batch),
             is_slowed,
-            self._has_graphs,
+            is_first,
             before_bytes,
         )
         return peak_bytes or 0

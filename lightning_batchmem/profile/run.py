@@ -297,7 +297,9 @@ class Run:
         self._report()
         step = self._group.epoch_end_step
         totals = self._takers.totals.get("train", Totals())
-        ranks = self._group.exchange(RankTotals(totals.peak_bytes, totals.samples.per_second()))
+        ranks = self._group.exchange(
+            RankTotals(totals.peak_bytes, totals.times.samples.per_second())
+        )
         if step is not None:
             self._takers.loggers.log(rank_metrics(ranks), step)
         return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
@@ -328,7 +330,7 @@ class Run:
             memory,
             RunSpeed.of(totals, world_size, self._reader.cores),
             None if steady.modules is None else steady.modules.peak,
-            None if flops is None else flops.rate(totals.samples.per_second()),
+            None if flops is None else flops.rate(totals.times.samples.per_second()),
             tuple(self._takers.alerts.issued.values()),
         )
 

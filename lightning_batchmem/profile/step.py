@@ -28,10 +28,15 @@ class Step(NamedTuple):
     items: float | None = None
     # Whether one of the profiler's own measurements slowed this step.
     is_slowed: bool = False
-    # Whether the step replays CUDA graphs, so that only the reserved peak is known.
-    has_graphs: bool = False
+    # Whether it is the first step of the run, or torch.compile compiled something in it.
+    is_first: bool = False
     # The highest bytes between this step and the one before it; read in some only.
     before_bytes: int | None = None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the step replays CUDA graphs, so that only the reserved peak is known."""
+        return self.peak_bytes is None and self.peak_reserved_bytes is not None
 
     def timed(self, seconds: float, wait_seconds: float | None) -> Step:
         """Return this step with its time, in half the time of ``_replace``."""
@@ -68,8 +73,8 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Totals:
-    """Totals over steps, constant in size."""
+class Times:
+    """Totals of the time of steps, constant in size."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -79,6 +84,41 @@ class Totals:
     wait: Rate = field(default_factory=Rate)
     # The amount is per cent times seconds.
     busy: Rate = field(default_factory=Rate)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean wall time of a step."""
+        return self.seconds / self.steps
+
+    def add(self, other: Times) -> None:
+        """Add the times of later steps."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.samples.add(other.samples.amount, other.samples.seconds)
+        self.items.add(other.items.amount, other.items.seconds)
+        self.wait.add(other.wait.amount, other.wait.seconds)
+        self.busy.add(other.busy.amount, other.busy.seconds)
+
+    def add_step(self, step: Step) -> None:
+        seconds = step.seconds
+        self.steps += 1
+        self.seconds += seconds
+        if step.wait_seconds is not None:
+            self.wait.add(step.wait_seconds, seconds)
+        if step.batch_size is not None and not step.is_slowed:
+            self.samples.add(step.batch_size, seconds)
+        if step.items is not None and not step.is_slowed:
+            self.items.add(step.items, seconds)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals over steps, constant in size."""
+
+    # The times of most steps, and of those that take longer for a reason of their own.
+    steady: Times = field(default_factory=Times)
+    slowed: Times = field(default_factory=Times)
+    first_seconds: float = 0.0
     graph_steps: int = 0
     # The step with the highest peak.
     highest: Step | None = None
@@ -87,9 +127,13 @@ class Totals:
     batch_size: int | None = None
 
     @property
-    def step_seconds(self) -> float:
-        """Mean wall time of a step."""
-        return self.seconds / self.steps
+    def steps(self) -> int:
+        return self.steady.steps + self.slowed.steps
+
+    @property
+    def times(self) -> Times:
+        """The times that means are made of."""
+        return self.steady if self.steady.steps else self.slowed
 
     @property
     def peak_bytes(self) -> int | None:
@@ -97,33 +141,27 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Add the totals of later steps."""
-        self.steps += other.steps
-        self.seconds += other.seconds
-        self.samples.add(other.samples.amount, other.samples.seconds)
-        self.items.add(other.items.amount, other.items.seconds)
-        self.wait.add(other.wait.amount, other.wait.seconds)
-        self.busy.add(other.busy.amount, other.busy.seconds)
+        if not self.steps:
+            self.first_seconds = other.first_seconds
+        self.steady.add(other.steady)
+        self.slowed.add(other.slowed)
         self.graph_steps += other.graph_steps
         self._add_largest(other, other.highest)
 
     def add_steps(self, steps: Sequence[Step]) -> None:
+        if not self.steps:
+            self.first_seconds = steps[0].seconds
         for step in steps:
-            seconds = step.seconds
-            self.steps += 1
-            self.seconds += seconds
-            if step.wait_seconds is not None:
-                self.wait.add(step.wait_seconds, seconds)
-            if step.batch_size is not None and not step.is_slowed:
-                self.samples.add(step.batch_size, seconds)
-            if step.items is not None and not step.is_slowed:
-                self.items.add(step.items, seconds)
+            is_steady = not (step.is_slowed or step.is_first)
+            (self.steady if is_steady else self.slowed).add_step(step)
             if step.has_graphs:
                 self.graph_steps += 1
             self._add_largest(step, step)
 
     def add_busy(self, percent: float) -> None:
         """Add the utilization in the time of these steps."""
-        self.busy.add(percent * self.seconds, self.seconds)
+        for times in (self.steady, self.slowed):
+            times.busy.add(percent * times.seconds, times.seconds)
 
     def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:
         peak_bytes = other.peak_bytes

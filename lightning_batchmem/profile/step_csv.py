@@ -70,11 +70,11 @@ class StepCsv:
 
     def _cells(self, interval: Interval) -> Iterator[list[object]]:
         """Yield the cells of each row, in the order of the columns; unknown ones are empty."""
-        mean_seconds = None if self._has_exact_times else interval.totals.step_seconds
+        mean_seconds = None if self._has_exact_times else interval.totals.times.step_seconds
         for step in interval.steps:
             # The device was read at the end of the last step.
             reading = interval.reading if step is interval.steps[-1] else UNREAD
-            seconds = mean_seconds or step.seconds
+            seconds = step.seconds if step.is_first else mean_seconds or step.seconds
             ranks_per_second = self._world_size / seconds if seconds > 0 else None
             wait_percent = 100.0 / step.seconds if step.seconds > 0 else None
             kind, percent = reading.utilization or ("", None)

@@ -103,7 +103,8 @@ class RunSpeed:
     """Time and throughput of the steps of a run.
 
     Args:
-        step_seconds: mean time of a step.
+        step_seconds: mean time of a step. This and the other means are without the first step,
+            those that compile, and those that a measurement slowed, unless there are no others.
         samples_per_second: samples of all ranks per second of wall time; None if no batch shows its
             size.
         items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without
@@ -113,6 +114,7 @@ class RunSpeed:
             this process); None if it cannot be read.
         cores: how many cores this process may use, for ``busy_percent`` of the host; None on a
             device.
+        first_step_seconds: time of the first step; None if it is unknown.
     """
 
     step_seconds: float
@@ -121,17 +123,20 @@ class RunSpeed:
     data_wait_share: float | None = None
     busy_percent: float | None = None
     cores: float | None = None
+    first_step_seconds: float | None = None
 
     @classmethod
     def of(cls, totals: Totals, world_size: int, cores: float | None) -> RunSpeed:
         """Return the speed of a run from its totals; all ranks have batches of one size."""
+        times = totals.times
         return cls(
-            totals.step_seconds,
-            totals.samples.per_second(world_size),
-            totals.items.per_second(world_size),
-            totals.wait.per_second(),
-            totals.busy.per_second(),
+            times.step_seconds,
+            times.samples.per_second(world_size),
+            times.items.per_second(world_size),
+            times.wait.per_second(),
+            times.busy.per_second(),
             cores,
+            totals.first_seconds,
         )
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
 _MAX_ROWS = 10
+# A first step is worth a number of its own if it takes as long as this many later ones.
+_LONG_FIRST = 2.0
 # The number of a block that has submodules.
 _BLOCK_NUMBER = re.compile(r"\b\d+\.")
 
@@ -179,6 +181,9 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
 
 def _speed(steps: int, speed: RunSpeed) -> str:
     text = f"{counted(steps, 'step')} of {1e3 * speed.step_seconds:,.1f} ms"
+    first_seconds = speed.first_step_seconds or 0.0
+    if first_seconds > _LONG_FIRST * speed.step_seconds:
+        text += f" after a first step of {first_seconds:,.2f} s"
     if speed.samples_per_second is not None:
         text += f", {speed.samples_per_second:,.1f} samples/s"
     if speed.items_per_second is not None:

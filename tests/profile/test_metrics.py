@@ -32,7 +32,15 @@ def test_a_step_that_a_measurement_slowed_down_has_no_throughput():
     metrics = metrics_of(step(0, 5, items=100), slowed)
     assert metrics["throughput/samples_per_s"] == 2.0
     assert metrics["throughput/items_per_s"] == 50.0
-    assert metrics["throughput/step_ms"] == 11000.0
+    assert metrics["throughput/step_ms"] == 2000.0
+    assert metrics_of(slowed)["throughput/step_ms"] == 20000.0
+    assert "throughput/samples_per_s" not in metrics_of(slowed)
+
+
+def test_the_first_step_is_no_part_of_a_mean_unless_it_is_alone():
+    first = step(0, 3, seconds=20.0)._replace(is_first=True)
+    assert metrics_of(first, step(1, 3))["throughput/samples_per_s"] == 2.0
+    assert metrics_of(first)["throughput/samples_per_s"] == 0.2
 
 
 def test_unknown_sizes_items_and_waits_are_left_out_of_the_means():
