@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
+from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard, Plan
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
@@ -330,7 +331,8 @@ def test_steps_that_compile_are_no_part_of_the_means(
     assert speed.samples_per_second == pytest.approx(samples / (3.0 * steps))
     assert speed.first_step_seconds == (33.0 if compiles else 3.0)
     shown = "12 steps of 3,000.0 ms after a first step of 33.00 s"
-    assert (shown in capsys.readouterr().out) == compiles
+    printed = capsys.readouterr().out
+    assert (shown in printed) == ("after a first step" in printed) == compiles
     logged = [metrics["throughput/step_ms"] for _, metrics in recorder.ours]
     assert logged == [33000.0 if step in (0, 5) and compiles else 3000.0 for step in range(12)]
 
@@ -845,6 +847,48 @@ def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
 
     _, recorder = profiled(tmp_path, Net(work))
     assert [metrics["memory/alloc_retries"] for _, metrics in recorder.ours] == [0, 0, 0, 2, 2, 2]
+    assert {metrics["memory/ooms"] for _, metrics in recorder.ours} == {0}
+
+
+def failing_allocation(device_memory, at_step, catches):
+    def work(step, where):
+        with suppress(torch.cuda.OutOfMemoryError) if catches else nullcontext():
+            if (step, where) == (at_step, "forward"):
+                device_memory.use(2000 * MIB)
+
+    return work
+
+
+@pytest.mark.filterwarnings("ignore:MemoryProfiler. Allocations failed")
+@pytest.mark.parametrize("at_step", [2, 5, 99])
+def test_allocations_that_failed_in_steps_that_went_on_are_counted(
+    tmp_path, device_memory, capsys, at_step
+):
+    device_memory.num_ooms = 3
+    work = failing_allocation(device_memory, at_step, catches=True)
+    profiler, _ = profiled(tmp_path, Net(work))
+    text = "Allocations failed 1 times in steps that went on"
+    assert text in str(profiler.summary.alerts) if at_step < 6 else not profiler.summary.alerts
+    assert (text in capsys.readouterr().out) == (at_step < 6)
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_the_allocation_that_ends_a_run_is_not_in_a_step_that_went_on(
+    tmp_path, device_memory, monkeypatch, caught
+):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+    profiler = MemoryProfiler()
+    callbacks = [OomGuard()] if caught else []
+    if caught:
+        # The guard tells of it itself.
+        device_memory.num_ooms = -1
+        monkeypatch.setattr(device_memory, "counters", lambda: {"num_ooms": device_memory.num_ooms})
+        callbacks.append(At(on_train_batch_start=lambda *_: setattr(device_memory, "num_ooms", 1)))
+    work = failing_allocation(device_memory, 9 if caught else 3, catches=False)
+    trainer = trainer_for(tmp_path, profiler, *callbacks, log_every_n_steps=50)
+    with nullcontext() if caught else pytest.raises(torch.cuda.OutOfMemoryError):
+        trainer.fit(Net(work), data())
+    assert profiler.summary.alerts == ()
 
 
 @pytest.mark.parametrize(

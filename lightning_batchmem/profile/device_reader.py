@@ -1,4 +1,4 @@
-"""Read a device between two steps: its limit, its utilization and the allocator's retries."""
+"""Read a device between two steps: its limit, its utilization and events of its allocator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.profile.step import DeviceReading
-
-_RETRIES = "num_alloc_retries"
 
 
 class DeviceReader:
@@ -39,8 +37,8 @@ class DeviceReader:
         # Whether the limit is that of a plan.
         self.is_planned = max_limit_bytes < math.inf
         self._utilization = utilization_for(device)
-        # The retries of a search before the run do not count.
-        self._retries_before = self._counters().get(_RETRIES, 0)
+        # The events of a search before the run do not count.
+        self._events_before = self._counters()
         # A utilization begins with the reading before, so the first reading has none.
         self.last = DeviceReading(limit_bytes=self._limit_bytes())
         self._next_reading = time.monotonic()
@@ -50,12 +48,26 @@ class DeviceReader:
         if time.monotonic() < self._next_reading:
             return None
         self._next_reading = time.monotonic() + self.interval_seconds
+        counters = self._counters()
+        before = self._events_before
+        events = {name: count - before.get(name, 0) for name, count in counters.items()}
         self.last = DeviceReading(
             self._limit_bytes(),
             self._utilization_now() or self.last.utilization,
-            self._retries(),
+            events.get("num_alloc_retries"),
+            events.get("num_ooms"),
         )
         return self.last
+
+    def expire(self) -> None:
+        """Read the device the next time, however young the last reading is."""
+        self._next_reading = -math.inf
+
+    def ignore_failure(self) -> None:
+        """Leave the allocation that ends a run out of those that failed."""
+        self._events_before = {
+            name: count + (name == "num_ooms") for name, count in self._events_before.items()
+        }
 
     def leave_out(self) -> None:
         """Leave the time until now out of the utilization, which the next reading has again."""
@@ -75,10 +87,6 @@ class DeviceReader:
             "The limit of the memory", self._device_memory.available_bytes
         )
         return None if available_bytes is None else int(min(available_bytes, self._max_limit_bytes))
-
-    def _retries(self) -> int | None:
-        counters = self._counters()
-        return counters[_RETRIES] - self._retries_before if _RETRIES in counters else None
 
     def _counters(self) -> dict[str, int]:
         if self._device_memory is None:

@@ -62,6 +62,7 @@ class LoggerMetrics:
             known = {names[name]: value for name, value in known.items()}
         else:
             known["memory/alloc_retries"] = reading.alloc_retries
+            known["memory/ooms"] = reading.ooms
             if self.flops is not None:
                 rate = self.flops.rate(times.samples.per_second())
                 known["throughput/tflops_per_device"] = rate.tflops_per_device

@@ -143,6 +143,7 @@ class Run:
                 stage,
                 granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
                 planned_bytes=0 if plan is None else plan.limit_bytes,
+                has_guard=recorder.steady.has_guard,
             ),
             csv,
         )
@@ -220,6 +221,7 @@ class Run:
     def notes(self, error: BaseException, trainer: Trainer) -> Iterable[str]:
         """Return sentences about an error that ended the run."""
         if is_out_of_memory(error):
+            self._reader.ignore_failure()
             note = self._recorder.explain_out_of_memory(trainer)
             if self.peaks.run_bytes:
                 peak = mib(self.peaks.run_bytes)
@@ -239,6 +241,8 @@ class Run:
         self._recorder.close()
         self._add_between()
         rank_peaks_bytes: tuple[int, ...] = ()
+        if is_complete:
+            self._reader.expire()
         try:
             self._report()
             if is_complete and trainer.world_size > 1:
@@ -271,7 +275,7 @@ class Run:
         """Log the steps so far, and let the takers use them."""
         self._complete()
         self._log()
-        self._takers.flush(self._reader.last)
+        self._takers.flush(self._reader.read() or self._reader.last)
 
     def _log(self) -> None:
         """Hand the steps since the last log to the takers."""

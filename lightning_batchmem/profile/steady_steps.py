@@ -93,6 +93,11 @@ class SteadySteps:
                 _BREAKDOWN, SteadyBreakdown, device_memory, device, module, self._optimizers
             )
 
+    @property
+    def has_guard(self) -> bool:
+        """Whether an OomGuard runs batches in parts."""
+        return bool(self._guards)
+
     def begin_epoch(self) -> None:
         """Compare at the next step what is trained: layers may have been unfrozen."""
         self._may_have_changed = True

@@ -49,8 +49,9 @@ class DeviceReading(NamedTuple):
     limit_bytes: int | None = None
     # The name of the metric, and per cent since the previous reading.
     utilization: tuple[str, float] | None = None
-    # Retries of the allocator since the run began.
+    # Retries of the allocator since the run began, and allocations that failed.
     alloc_retries: int | None = None
+    ooms: int | None = None
 
 
 UNREAD = DeviceReading()
