@@ -225,6 +225,18 @@ class MemoryProfiler(Callback):
         if self._run is not None:
             self._run.begin_step(pl_module, PlacedBatch(batch, batch_idx, dataloader_idx))
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """End forward."""
+        if self._run is not None:
+            self._run.steady.enter("backward")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        """End backward."""
+        if self._run is not None:
+            self._run.steady.enter("optimizer step")
+
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
     def on_train_batch_end(

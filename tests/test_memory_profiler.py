@@ -22,7 +22,7 @@ from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile import device_reader
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.recorder import StepClock
-from lightning_batchmem.profile.steady_steps import SteadyBreakdown
+from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers import lawful
 from tests.helpers.lawful import Lawful, law
@@ -133,7 +133,9 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
     weights = (4 + 1) * 4
     batch = 4 * 4 * 4 + 4 * 4
     known = (weights, weights, 2 * weights + 2 * 4, batch)
-    assert summary.memory.breakdown == MemoryBreakdown(*known, 25 * MIB, MIB - sum(known), step=1)
+    assert summary.memory.breakdown == MemoryBreakdown(
+        *known, 25 * MIB, MIB - sum(known), step=1, phase="backward"
+    )
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == summary
     assert "26.0 MiB at step 5 (2 samples)" in capsys.readouterr().out
@@ -544,6 +546,73 @@ def test_gradients_are_read_when_an_optimizer_steps(tmp_path, device_memory, fre
     assert breakdown.gradients_bytes == breakdown.parameters_bytes == 20
     assert breakdown.activations_bytes == MIB - (20 if frees else 0)
     assert breakdown.peak_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize("highest", ["forward", "backward", "optimizer_step", "validation", ""])
+def test_the_phase_of_the_highest_peak_is_named(tmp_path, device_memory, capsys, highest):
+    """In each phase more is freed than in the next one, but for the highest."""
+
+    def work(step, where):
+        if highest:
+            device_memory.use((20 if where == highest else 10) * MIB)
+            device_memory.free()
+
+    options = {"val": data(samples=4), "num_sanity_val_steps": 0}
+    profiler, _ = profiled(tmp_path, Validated(work), **options)
+    phase = {"optimizer_step": "optimizer step", "validation": "evaluation"}.get(highest, highest)
+    assert profiler.summary.memory.peak_phase == phase
+    line = f"Phase of the highest peak: {phase}"
+    if phase in ("forward", "backward", "optimizer step"):
+        line += ", as read in step 1"
+    lines = capsys.readouterr().out.splitlines()
+    assert (line in lines) == bool(highest)
+
+
+def test_manual_optimization_has_forward_after_each_step_of_an_optimizer(tmp_path, device_memory):
+    """The second forward needs the most, and a backward frees it before."""
+    profiler, _ = profiled(tmp_path, SecondForward(device_memory))
+    assert profiler.summary.memory.peak_phase == "forward"
+
+
+@pytest.mark.filterwarnings("ignore:MemoryProfiler. The peak")
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer step"])
+def test_the_phase_in_which_memory_runs_out_is_named(tmp_path, device_memory, place):
+    class Fails(Net):
+        def configure_optimizers(self):
+            return FailsIn(self.parameters(), lambda: self.work(self.steps, "optimizer step"))
+
+    def work(step, where):
+        if (step, where) == (2, place):
+            device_memory.use(2000 * MIB)
+
+    profiler = MemoryProfiler()
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+        trainer_for(tmp_path, profiler).fit(Fails(work), data())
+    assert f"with a batch of 4 samples, in {place}." in notes_of(error)
+
+
+class FailsIn(torch.optim.SGD):
+    """Calls a function where its own step begins, after the closure."""
+
+    def __init__(self, parameters, function):
+        super().__init__(parameters, lr=0.1)
+        self.function = function
+
+    def step(self, closure=None):
+        loss = closure()
+        self.function()
+        super().step()
+        return loss
+
+
+class SecondForward(Gan):
+    def training_step(self, batch, batch_idx):
+        for layer, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+            self.device_memory.use((30 if layer is self.two else 10) * MIB)
+            self.device_memory.free()
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch[0]).square().mean())
+            optimizer.step()
 
 
 class WithBackbone(Net):
@@ -1132,7 +1201,8 @@ def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, de
 @pytest.mark.parametrize(
     ("where", "at_step", "text"),
     [
-        ("backward", 3, "in train step 3 with a batch of 4 samples"),
+        ("forward", 3, "in train step 3 with a batch of 4 samples, in forward"),
+        ("backward", 3, "in train step 3 with a batch of 4 samples, in backward"),
         ("validation", 6, "in validate step 0 with a batch of 4 samples"),
         ("epoch end", 6, "after train step 5 and before the next one, in a hook or a callback"),
     ],

@@ -55,6 +55,8 @@ class MemoryBreakdown:
         step: the step in which the parts were measured; None without steps.
         outside_bytes: bytes on the device outside this process's allocator at that time: contexts,
             NCCL, other processes; None if unknown. They are no part of the peak.
+        phase: the phase of the peak of that step: ``"forward"``, ``"backward"`` or
+            ``"optimizer step"``; empty if it is unknown.
 
     Example:
         >>> MemoryBreakdown(80, 80, 160, 24, 500, 896).peak_bytes
@@ -70,6 +72,7 @@ class MemoryBreakdown:
     kept_bytes: int = 0
     step: int | None = None
     outside_bytes: int | None = None
+    phase: str = ""
 
     def __str__(self) -> str:
         return ", ".join(f"{mib(getattr(self, field))} {name}" for name, field in PARTS)

@@ -75,6 +75,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def phase_of(error: BaseException) -> str:
+    """Return the phase of a training step that raised an error; empty outside of these.
+
+    It is that of the innermost frame: a closure runs inside the step of an optimizer.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        # It is private in torch 2.5.1 to 2.14.
+        if frame.f_code.co_name == "_engine_run_backward":
+            return "backward"
+        if frame.f_code.co_name == "training_step":
+            return "forward"
+        if frame.f_globals.get("__name__", "").startswith("torch.optim."):
+            return "optimizer step"
+    return ""
+
+
 def _matches(error: BaseException) -> bool:
     # The _ArrayMemoryError of numpy is a MemoryError.
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.batch_samples import BatchSamples, PlacedBatch
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.out_of_memory import phase_of
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
@@ -289,7 +291,7 @@ class StepRecorder:
         """The number of the last step of the run; None before the first one."""
         return self.run_clock.number if self.run_clock.steps else None
 
-    def explain_out_of_memory(self, trainer: Trainer) -> str:
+    def explain_out_of_memory(self, error: BaseException, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""
         where = "before the first step"
         if self.clock.steps > 0:
@@ -300,6 +302,9 @@ class StepRecorder:
             where = f"in {self.clock.stage} step {self.clock.number}"
             if (samples := self._counter.samples(self._batch)) is not None:
                 where += f" with a batch of {counted(samples, 'sample')}"
+            phase = value_or_none("An error", phase_of, error)
+            if phase and self.clock.stage == "train":
+                where += f", in {phase}"
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
         return f"memory ran out {where}."

@@ -129,6 +129,7 @@ class Run:
         self._folder = folder
         self._snapshot = snapshot
         self._recorder = recorder
+        self.steady = recorder.steady
         self._reader = DeviceReader(
             device, device_memory, math.inf if plan is None else plan.limit_bytes
         )
@@ -222,7 +223,7 @@ class Run:
         """Return sentences about an error that ended the run."""
         if is_out_of_memory(error):
             self._reader.ignore_failure()
-            note = self._recorder.explain_out_of_memory(trainer)
+            note = self._recorder.explain_out_of_memory(error, trainer)
             if self.peaks.run_bytes:
                 peak = mib(self.peaks.run_bytes)
                 note += f" The highest peak before was {peak}, {self.peaks.place}."

@@ -9,7 +9,7 @@ from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.profile.alerts import conclusion
 from lightning_batchmem.profile.flop_step import FlopRate
 from lightning_batchmem.profile.module_memory import PeakByModule
-from lightning_batchmem.profile.steady_steps import SteadyBreakdown
+from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
 from lightning_batchmem.profile.step import Totals
 from lightning_batchmem.profile.step_memory import PeakBetweenSteps
 from lightning_batchmem.profile.text import headline, summary_text
@@ -80,6 +80,16 @@ class RunMemory:
             is_planned,
             between_steps,
         )
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of the highest peak of the steps; empty if it is unknown.
+
+        In a step of the training it is that of :attr:`breakdown`; otherwise ``"evaluation"``.
+        """
+        if (self.validation_peak_bytes or 0) > (self.peak_bytes or 0):
+            return "evaluation"
+        return "" if self.breakdown is None else self.breakdown.phase
 
     @property
     def between_bytes(self) -> int:

@@ -124,6 +124,9 @@ def _caption(summary: Summary) -> Iterator[str]:
         if memory.batch_size is not None:
             text += f" ({counted(memory.batch_size, 'sample')})"
         yield text
+        if phase := memory.peak_phase:
+            step = "" if memory.breakdown is None else f", as read in step {memory.breakdown.step}"
+            yield f"Phase of the highest peak: {phase}{'' if phase == 'evaluation' else step}"
     if memory.peak_reserved_bytes is not None:
         yield f"Reserved: {mib(memory.peak_reserved_bytes)}"
     if memory.limit_bytes is not None:
