@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import time
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -958,6 +959,55 @@ def test_the_allocation_that_ends_a_run_is_not_in_a_step_that_went_on(
     with nullcontext() if caught else pytest.raises(torch.cuda.OutOfMemoryError):
         trainer.fit(Net(work), data())
     assert profiler.summary.alerts == ()
+
+
+def wait(_):
+    """Keep a worker alive until it is read."""
+    time.sleep(0.05)
+    return torch.ones(4), torch.ones(1)
+
+
+class Slow(IterableDataset):
+    def __iter__(self):
+        self.own = torch.ones(8 * MIB)
+        return map(wait, range(24))
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_the_memory_of_loader_workers_is_a_row_on_the_host(
+    tmp_path, device_memory, monkeypatch, capsys, workers
+):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+    loader = DataLoader(Slow(), batch_size=4, num_workers=workers)
+    profiler, _ = profiled(tmp_path, Net(), loader=loader)
+    workers_bytes = profiler.summary.memory.workers_bytes
+    # 8 Mi numbers take 32 MiB. What the worker shares with this process is not its own.
+    if workers:
+        assert 32 * MIB < workers_bytes < 150 * MIB
+    else:
+        assert workers_bytes is None
+    assert ("loader workers  " in capsys.readouterr().out) == bool(workers)
+
+
+def test_reading_workers_takes_a_hundredth_of_the_time(monkeypatch):
+    """A reading takes 3 s here, and the device is read every 100 s."""
+    now = 0.0
+    read = []
+
+    def slowly():
+        nonlocal now
+        read.append(now)
+        now += 3.0
+        return MIB
+
+    monkeypatch.setattr(device_reader, "workers_bytes", slowly)
+    monkeypatch.setattr(device_reader, "time", SimpleNamespace(monotonic=lambda: now))
+    reader = DeviceReader(torch.device("cpu"), None, math.inf)
+    for _ in range(9):
+        reader.read()
+        now += 100.0
+    assert read == [0.0, 303.0, 606.0]
+    assert reader.most_workers_bytes == MIB
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ _SENTENCES = {
         "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
         " batch, or recompute activations (torch.utils.checkpoint)."
     ),
+    "elsewhere": (
+        "Parameters, buffers and optimizer states take {places}, which is no part of this profile."
+        " Read torch.cuda.max_memory_allocated(device) for another GPU."
+    ),
     "failed": (
         "Allocations failed {count} times in steps that went on: these batches were skipped, or a"
         " library took an algorithm with less memory. Use a smaller batch if they were skipped."
@@ -108,10 +112,10 @@ class Alerts:
         is_nearly_full = peak_bytes > max(_NEARLY_FULL_SHARE * limit_bytes, self._planned_bytes)
         # What grows would fill the memory at a smaller size too.
         if limit_bytes and is_nearly_full and "leak" not in self.issued:
-            self._issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
+            self.issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # An error may come from another library than torch, whose allocator counts nothing then.
         if (count := interval.reading.ooms or 0) > 0 and not self._has_guard:
-            self._issue("failed", count=count)
+            self.issue("failed", count=count)
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None and interval.stage == self._stage:
             self._check_wait(totals.times)
@@ -129,7 +133,7 @@ class Alerts:
         advice = _LEAK_ADVICE.get(self._stage, _KEEPS)
         limit = mib(limit_bytes)
         stage = STAGES[self._stage]
-        self._issue("leak", stage=stage, pace=pace, end=end, limit=limit, advice=advice)
+        self.issue("leak", stage=stage, pace=pace, end=end, limit=limit, advice=advice)
 
     def _check_wait(self, times: Times) -> None:
         """Add the steps since the last call, and check the wait once they are enough."""
@@ -144,9 +148,10 @@ class Alerts:
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
             loader = _LOADERS.get(self._stage, self._stage)
             steps = waited.steps
-            self._issue("data", share=share, seconds=seconds, steps=steps, busy=busy, loader=loader)
+            self.issue("data", share=share, seconds=seconds, steps=steps, busy=busy, loader=loader)
 
-    def _issue(self, kind: str, **values: object) -> None:
+    def issue(self, kind: str, **values: object) -> None:
+        """Warn of something, once."""
         if kind not in self.issued:
             self.issued[kind] = _SENTENCES[kind].format(**values)
             self._warn(self.issued[kind])

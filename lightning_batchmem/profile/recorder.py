@@ -218,18 +218,25 @@ class StepRecorder:
         if not self.clock.in_step:
             self.memory.leave(self._last_number())
 
-    def start(self, module: LightningModule, batch: PlacedBatch, arrived: float) -> None:
-        """Begin a step, whose batch has arrived at this time."""
+    def start(self, module: LightningModule, batch: PlacedBatch, arrived: float) -> bool:
+        """Begin a step, whose batch has arrived at this time.
+
+        Returns:
+            Whether the breakdown was taken.
+        """
         last_number = self._last_number()
         self.clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
         clock = self.clock
         self.memory.start(batch.batch, last_number, clock.gap_seconds)
-        if clock is self.run_clock:
-            begin = clock.now()
-            if self.steady.begin(module, batch.batch, clock.number):
-                clock.leave_out(clock.now() - begin)
+        if clock is not self.run_clock:
+            return False
+        begin = clock.now()
+        is_taken = self.steady.begin(module, batch.batch, clock.number)
+        if is_taken:
+            clock.leave_out(clock.now() - begin)
+        return is_taken
 
     def stop(self, batch: PlacedBatch) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.

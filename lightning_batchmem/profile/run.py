@@ -175,8 +175,10 @@ class Run:
         """Begin a step, whose batch has arrived, and log the steps before it if that is due."""
         arrived = self._recorder.clock.now()
         self._complete()
-        self._recorder.start(module, batch, arrived)
+        is_taken = self._recorder.start(module, batch, arrived)
         self._add_between()
+        if is_taken and (places := self.steady.elsewhere()):
+            self._takers.alerts.issue("elsewhere", places=places)
 
     def leave(self) -> None:
         """Note that the last step of an evaluation has ended, and what follows is no step."""
@@ -325,6 +327,7 @@ class Run:
             is_leak="leak" in self._takers.alerts.issued,
             limit_bytes=self._reader.last.limit_bytes,
             rank_peaks_bytes=rank_peaks_bytes,
+            workers_bytes=self._reader.most_workers_bytes,
             is_planned=self._reader.is_planned,
         )
         flops = steady.flops

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import (
     MemoryBreakdown,
+    elsewhere,
     gradient_bytes,
     measure_breakdown,
 )
@@ -40,8 +41,8 @@ class PeakPhase:
     def start(self) -> None:
         """Begin with forward."""
         device_memory = self._device_memory
-        self._phase = "forward"
         self._peak_bytes = device_memory.peak().allocated_bytes
+        self._phase = "forward"
         if device_memory.is_host:
             # Memory that was freed may be used again.
             self._peak_bytes += device_memory.granularity_bytes
@@ -117,7 +118,11 @@ class SteadyBreakdown:
         self._at_start = replace(breakdown, step=number, outside_bytes=outside_bytes)
         self._num_trained = _num_trained(self._module)
         if self._optimizers:
-            self.phases.start()
+            value_or_none(PEAK, self.phases.start)
+
+    def elsewhere(self) -> str:
+        """Return what parameters and states take on other devices, as text."""
+        return elsewhere(self._module, self._optimizers, self._device)
 
     def add_gradients(self) -> None:
         """Measure the gradients after a step of an optimizer."""

@@ -15,6 +15,7 @@ from lightning_batchmem.devices.tensors import has_own_tensors
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.step_memory import PEAK
 from lightning_batchmem.search.compiled import compiled_frames
 
 _BREAKDOWN = "The memory breakdown"
@@ -114,6 +115,11 @@ class SteadySteps:
             self._begin_measurement(self._to_measure.pop(), module, batch)
         return False
 
+    def elsewhere(self) -> str:
+        """Return what parameters and states take on other devices, as text."""
+        breakdown = self.breakdown
+        return "" if breakdown is None else value_or_none(_BREAKDOWN, breakdown.elsewhere) or ""
+
     def end(self, samples: int | None, peak_bytes: int | None) -> bool:
         """Use what was measured in this step, and return whether anything was.
 
@@ -148,7 +154,7 @@ class SteadySteps:
         """Begin a phase of a training step; noted in the step of the breakdown."""
         breakdown = self.breakdown
         if breakdown is not None and breakdown.phases.is_noted:
-            value_or_none(_BREAKDOWN, breakdown.phases.enter, phase)
+            value_or_none(PEAK, breakdown.phases.enter, phase)
 
     def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
         """Add the peak of a step, and its start, to the breakdown, if it was taken."""

@@ -66,6 +66,7 @@ def _memory_table(memory: RunMemory) -> str:
     for name, beyond_bytes in (
         (str(memory.between_steps), memory.between_bytes or None),
         ("cached, unused", memory.cached_bytes),
+        ("loader workers", memory.workers_bytes),
         ("outside the allocator", None if breakdown is None else breakdown.outside_bytes),
     ):
         if beyond_bytes is not None:
@@ -142,8 +143,12 @@ def _caption(summary: Summary) -> Iterator[str]:
     if speed.data_wait_share is not None:
         yield f"{speed.data_wait_share:.1%} of the time waiting for data"
     if speed.busy_percent is not None:
-        name = "Device" if speed.cores is None else f"Cores of this process ({speed.cores:g})"
-        yield f"{name}: {speed.busy_percent:.1f}% busy"
+        busy = f"{speed.busy_percent:.1f}% busy"
+        if speed.cores is None:
+            # The driver counts the time in which any process runs a kernel.
+            yield f"Device: {busy}, of all processes on it"
+        else:
+            yield f"Cores of this process ({speed.cores:g}): {busy}"
     if peaks := memory.rank_peaks_bytes:
         yield (
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"

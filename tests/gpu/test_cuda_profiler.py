@@ -58,3 +58,23 @@ def test_what_steps_keep_has_a_row(device, size_mib, capsys):
     assert breakdown.kept_bytes == 14 * size_mib * MIB
     assert breakdown.activations_bytes < (size_mib + 2) * MIB
     assert ("kept since step 1" in capsys.readouterr().out) == bool(size_mib)
+
+
+class Offloads(BoringModel):
+    """Has a layer on the CPU, or on the GPU."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        self.other = torch.nn.Linear(512, 512, bias=False)
+
+    def on_fit_start(self):
+        self.other.to(self.place)
+
+
+@pytest.mark.filterwarnings("ignore:MemoryProfiler. Parameters, buffers")
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_parameters_on_another_device_are_one_warning(device, place, recwarn):
+    summary = profiled(Offloads(place)).summary
+    text = "optimizer states take 1.0 MiB on cpu, which is no part of this profile"
+    assert [text in alert for alert in summary.alerts] == ([True] if place == "cpu" else [])

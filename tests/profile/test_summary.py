@@ -91,7 +91,7 @@ def test_every_part_with_its_share():
         (
             SUMMARY,
             ["2,000.0 MiB at step 37 (64 samples)", "8,192.0 MiB", "1,200 steps of 12.5 ms"],
-            ["Reserved"],
+            ["Reserved", "workers"],
         ),
         (
             SUMMARY,
@@ -111,6 +111,7 @@ def test_every_part_with_its_share():
             ],
             ["before the next one"],
         ),
+        (with_memory(SUMMARY, workers_bytes=173 * MIB), ["| loader workers | 173.0 MiB | |"], []),
         # A hook may use more than any step.
         (
             with_memory(CUDA, between_steps=PeakBetweenSteps(2050 * MIB, 31)),
@@ -221,7 +222,10 @@ def test_what_limits_the_run_is_the_first_line():
     busy = lines(with_speed(full, busy_percent=96.0, cores=2))
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
     assert "Cores of this process (2): 96.0% busy" in busy
-    assert "Device: 20.0% busy" in lines(with_speed(CUDA, busy_percent=20.0))
+    assert "of all processes" not in "".join(busy)
+    assert "Device: 20.0% busy, of all processes on it" in lines(
+        with_speed(CUDA, busy_percent=20.0)
+    )
     # The search may have found that larger batches are slower.
     assert "larger batches" not in full.conclusion
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
