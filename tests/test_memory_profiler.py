@@ -824,7 +824,7 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
 # --- plans and alerts
 
 
-def test_the_plan_of_a_finder_is_found(tmp_path, device_memory):
+def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     device_memory.budget = 200 * MIB
     finder = BatchFinder()
     finder.device_memory = lambda device: device_memory
@@ -839,6 +839,11 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory):
     limits_mib = [metrics[name] for _, metrics in logged if name in metrics]
     assert set(limits_mib) == {finder.plan.limit_bytes / MIB}
     assert profiler.summary.alerts == ()
+    size = finder.plan.batch_size
+    # The limit of 200 MiB is 0.2 GiB, rounded up.
+    line = f"batch size {size} fits in 0.2 GiB (host, torch {torch.__version__.partition('+')[0]}"
+    assert profiler.summary.fits == f"{line}, 32-true)"
+    assert profiler.summary.fits in capsys.readouterr().out
     (path,) = tmp_path.rglob("batch_plan.json")
     assert Plan.from_json(path.read_text()) == finder.plan
 
@@ -1195,6 +1200,8 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
     recorder = Recorder()
     profiler = MemoryProfiler()
     keep = At(on_train_start=lambda trainer, module: optimizers.extend(trainer.optimizers))
+    # Its size did not train to the end.
+    keep.plan = Planned().plan
     options = {"logger": [CSVLogger(tmp_path), recorder], "log_every_n_steps": 50}
     net = Net(failing(3)) if automatic else Gan(device_memory, fail_at=3)
     with pytest.raises(KeyError, match="user's error") as error:
@@ -1202,6 +1209,7 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
     assert notes_of(error) == ""
     assert (hooks_on(optimizers), len(optimizers)) == (0, 1 if automatic else 2)
     assert len(csv_rows(tmp_path)) == profiler.summary.steps == 3
+    assert profiler.summary.fits == ""
     assert [metrics["batch/size"] for _, metrics in recorder.ours] == [4]
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == profiler.summary

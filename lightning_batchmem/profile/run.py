@@ -12,8 +12,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.batch_samples import PlacedBatch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, logging_step, logs_now
 from lightning_batchmem._lightning.watched_calls import WatchedCalls
+from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import attributes_of
+from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
@@ -24,7 +25,7 @@ from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
 from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
-from lightning_batchmem.profile.steady_steps import Options
+from lightning_batchmem.profile.steady_steps import Options, SteadySteps
 from lightning_batchmem.profile.step import (
     UNREAD,
     DeviceReading,
@@ -36,6 +37,7 @@ from lightning_batchmem.profile.step import (
 from lightning_batchmem.profile.step_csv import StepCsv
 from lightning_batchmem.profile.step_memory import RunPeaks
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
+from lightning_batchmem.profile.text import fits_text
 
 # At most this many steps are kept without a log.
 _MAX_STEPS = 1000
@@ -129,7 +131,7 @@ class Run:
         self._folder = folder
         self._snapshot = snapshot
         self._recorder = recorder
-        self.steady = recorder.steady
+        self._plan = plan
         self._reader = DeviceReader(
             device, device_memory, math.inf if plan is None else plan.limit_bytes
         )
@@ -159,6 +161,11 @@ class Run:
             recorder.validation_clock.request,
             recorder.leave,
         )
+
+    @property
+    def steady(self) -> SteadySteps:
+        """What is measured in steady steps."""
+        return self._recorder.steady
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A loader that spawns workers may pickle the Trainer, and open files cannot be pickled.
@@ -256,7 +263,7 @@ class Run:
                 self._takers.flush(self._reader.last)
             finally:
                 self._takers.close()
-        summary = self._summary(trainer.world_size, rank_peaks_bytes)
+        summary = self._summary(trainer, rank_peaks_bytes, is_complete=is_complete)
         if summary is not None and self._folder is not None:
             self._folder.write(summary_name(summary.stage), summary.to_json())
         return summary
@@ -311,7 +318,9 @@ class Run:
             self._takers.loggers.log(rank_metrics(ranks), step)
         return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
 
-    def _summary(self, world_size: int, rank_peaks_bytes: tuple[int, ...]) -> Summary | None:
+    def _summary(
+        self, trainer: Trainer, rank_peaks_bytes: tuple[int, ...], *, is_complete: bool
+    ) -> Summary | None:
         """Return the summary of the stage of the run; None if it had no step."""
         stage = self._recorder.run_clock.stage
         by_stage = self._takers.totals
@@ -331,15 +340,20 @@ class Run:
             is_planned=self._reader.is_planned,
         )
         flops = steady.flops
+        fits = ""
+        if is_complete and self._plan is not None:
+            device = value_or_none("The device", device_name, trainer.strategy.root_device)
+            fits = fits_text(self._plan, memory, f"{device}", str(trainer.precision))
         return Summary(
             self._reader.device_name,
             stage,
             totals.steps,
             memory,
-            RunSpeed.of(totals, world_size, self._reader.cores),
+            RunSpeed.of(totals, trainer.world_size, self._reader.cores),
             None if steady.modules is None else steady.modules.peak,
             None if flops is None else flops.rate(totals.times.samples.per_second()),
             tuple(self._takers.alerts.issued.values()),
+            fits,
         )
 
 

@@ -106,6 +106,13 @@ class RunMemory:
         return between_bytes if between_bytes > peak_bytes else 0
 
     @property
+    def held_bytes(self) -> int:
+        """The most that a rank held: reserved bytes (host: resident set); 0 if it is unknown."""
+        peaks = (self.peak_bytes, self.peak_reserved_bytes, self.validation_peak_bytes)
+        known = [peak for peak in (*peaks, *self.rank_peaks_bytes) if peak is not None]
+        return max(self.between_bytes, *known) if known else 0
+
+    @property
     def cached_bytes(self) -> int | None:
         """Reserved bytes beyond the highest allocated bytes; None if the device reserves none."""
         if self.peak_reserved_bytes is None or self.peak_bytes is None:
@@ -172,6 +179,8 @@ class Summary:
             before.
         flops: the floating-point operations, with ``MemoryProfiler(flops=True)``; None without it.
         alerts: the alerts of the run, in their order.
+        fits: a line for a README or an issue, with the size of a BatchFinder's plan, the memory
+            that was held, and where; empty without a plan, and after an error.
     """
 
     device: str
@@ -182,6 +191,7 @@ class Summary:
     modules: PeakByModule | None = None
     flops: FlopRate | None = None
     alerts: tuple[str, ...] = ()
+    fits: str = ""
 
     def __repr__(self) -> str:
         return f"<Summary of {headline(self)}>"

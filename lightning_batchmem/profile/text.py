@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
+
+import torch
 
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.printing import table_text
@@ -13,6 +16,7 @@ from lightning_batchmem.profile.alerts import STAGES
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 
 if TYPE_CHECKING:
+    from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
 _MAX_ROWS = 10
@@ -116,6 +120,17 @@ def _total_bytes(modules: Iterable[ModuleMemory]) -> int:
     return sum(module.total_bytes for module in modules)
 
 
+def fits_text(plan: Plan, memory: RunMemory, device: str, precision: str) -> str:
+    """Return a line that says which size fits in how much memory, rounded up, and where."""
+    if not memory.held_bytes:
+        return ""
+    size = f"{plan.unit.name} {plan.unit.number(plan.batch_size)}"
+    ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+    held_gib = math.ceil(10 * memory.held_bytes / 2**30) / 10
+    place = f"{device}, torch {torch.__version__.partition('+')[0]}, {precision}"
+    return f"{size}{ranks} fits in {held_gib:,.1f} GiB ({place})"
+
+
 def _caption(summary: Summary) -> Iterator[str]:
     """Yield the lines below the tables."""
     memory = summary.memory
@@ -160,6 +175,8 @@ def _caption(summary: Summary) -> Iterator[str]:
     for measured in (summary.modules, flops):
         if measured is not None and measured.why_not:
             yield measured.why_not
+    if summary.fits:
+        yield summary.fits
     for alert in summary.alerts:
         yield f"Warning: {alert}"
 

@@ -1,8 +1,15 @@
 """Rows of modules, and repeated blocks that share one."""
 
-from lightning_batchmem.plan.records import MIB
+from dataclasses import replace
+
+import pytest
+
+from lightning_batchmem import Plan
+from lightning_batchmem.plan.records import MIB, Chosen
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
-from lightning_batchmem.profile.text import module_rows, module_table
+from lightning_batchmem.profile.step_memory import PeakBetweenSteps
+from lightning_batchmem.profile.summary import RunMemory
+from lightning_batchmem.profile.text import fits_text, module_rows, module_table
 
 
 def peak_of(*modules, other_bytes=0):
@@ -60,6 +67,37 @@ def test_everything_else_is_the_peak_without_the_largest_rows():
         ["everything else", "7.0 MiB", "7.6%", "", ""],
         ["all", "92.0 MiB", "100.0%", "", ""],
     ]
+
+
+MEMORY = RunMemory(300 * MIB, 3, 4, None, None)
+PLAN = Plan(Chosen(4096, "memory", ""), (), 1024 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("plan", "memory", "start"),
+    [
+        (PLAN, MEMORY, "batch size 4096 fits in 0.3 GiB (a GPU, torch "),
+        (PLAN, replace(MEMORY, peak_bytes=None), ""),
+        # The most that was held counts, whenever and on whichever rank.
+        (PLAN, replace(MEMORY, peak_reserved_bytes=512 * MIB), "batch size 4096 fits in 0.5 GiB"),
+        (PLAN, replace(MEMORY, validation_peak_bytes=513 * MIB), "batch size 4096 fits in 0.6 GiB"),
+        (
+            PLAN,
+            replace(MEMORY, between_steps=PeakBetweenSteps(720 * MIB, 7)),
+            "batch size 4096 fits in 0.8 GiB",
+        ),
+        (
+            replace(PLAN, ranks=2),
+            replace(MEMORY, rank_peaks_bytes=(300 * MIB, 900 * MIB)),
+            "batch size 4096 on each of 2 ranks fits in 0.9 GiB",
+        ),
+        (replace(PLAN, budget_name="max_tokens"), MEMORY, "max_tokens 4,096 fits in 0.3 GiB"),
+    ],
+)
+def test_the_line_to_paste(plan, memory, start):
+    text = fits_text(plan, memory, "a GPU", "bf16-mixed")
+    assert text.startswith(start)
+    assert text.endswith(", bf16-mixed)") == bool(start)
 
 
 def test_without_a_peak_the_shares_are_those_of_the_modules():
