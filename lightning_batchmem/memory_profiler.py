@@ -22,7 +22,7 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text, value_or_none
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.oom_snapshot import start_snapshot
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
@@ -66,7 +66,8 @@ class MemoryProfiler(Callback):
             every step.
         snapshot: ``"on_oom"``: if a step runs out of memory on CUDA, write PyTorch's memory
             snapshot into ``log_dir`` (for https://pytorch.org/memory_viz). Recording it costs time
-            and host memory.
+            and host memory. A number: write that of the training step with this number, from 0, and
+            record it in this step only.
         modules: whether to divide the peak of one steady training step among the modules, by what
             they own and what autograd saves for them. That step takes somewhat longer. The training
             is the same bit for bit. A step that calls ``torch.func``, or forbids the hooks of
@@ -95,13 +96,16 @@ class MemoryProfiler(Callback):
         *,
         csv: bool = True,
         items_fn: Callable[[Any], float] | None = None,
-        snapshot: Literal["on_oom"] | None = None,
+        snapshot: Literal["on_oom"] | int | None = None,
         modules: bool = False,
         flops: bool = False,
         peak_flops: float | None = None,
     ) -> None:
-        if snapshot not in (None, "on_oom"):
-            raise ValueError(f'snapshot must be "on_oom" or None, got {snapshot!r}')
+        is_step = type(snapshot) is int and snapshot >= 0
+        if (not is_step and snapshot not in (None, "on_oom")) or isinstance(snapshot, bool):
+            raise ValueError(
+                f'snapshot must be "on_oom", the number of a step or None, got {snapshot!r}'
+            )
         check_switches(csv=csv, modules=modules, flops=flops)
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
@@ -109,7 +113,7 @@ class MemoryProfiler(Callback):
             _check_peak_flops(peak_flops, flops=flops)
         self._has_csv = csv
         self._options = Options(items_fn, modules, flops, peak_flops)
-        self._has_snapshot = snapshot == "on_oom"
+        self._snapshot_when = snapshot
         self._log_dir: Path | None = None
         # The run that is recorded now.
         self._run: Run | None = None
@@ -181,8 +185,7 @@ class MemoryProfiler(Callback):
         self._run = None
         self._summary = None
         self._run_peak_bytes = None
-        device = trainer.strategy.root_device
-        self._device_memory = value_or_none("The memory of the device", self.device_memory, device)
+        self._device_memory = self._memory_of(trainer)
         self._restart_peak()
         log_dir = log_dir_of(trainer) or os.fsdecode(trainer.default_root_dir)
         is_remote = "://" in log_dir
@@ -327,7 +330,13 @@ class MemoryProfiler(Callback):
             # The directory could be written in setup.
             except OSError as error:
                 rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
-        snapshot = OomSnapshot.start(self._log_dir, device) if self._has_snapshot else None
+        snapshot = None
+        if self._snapshot_when is not None and (
+            stage == "train" or self._snapshot_when == "on_oom"
+        ):
+            snapshot = start_snapshot(self._snapshot_when, self._log_dir, device)
+        # A search leaves nothing of a setup that came after the one of its finder.
+        self._device_memory = self._device_memory or self._memory_of(trainer)
         plan = plan_in(trainer)
         if stage != "train" and plan is self._plan:
             # An evaluation that did not search has no plan: the limit of the earlier run no longer
@@ -350,6 +359,10 @@ class MemoryProfiler(Callback):
             folder=folder,
             snapshot=snapshot,
         )
+
+    def _memory_of(self, trainer: Trainer) -> DeviceMemory | None:
+        device = trainer.strategy.root_device
+        return value_or_none("The memory of the device", self.device_memory, device)
 
     def _restart_peak(self) -> None:
         if self._device_memory is not None:

@@ -776,7 +776,8 @@ def test_what_a_checkpoint_loads_is_before_the_first_step(tmp_path, device_memor
 
 
 @pytest.mark.parametrize("searches", [True, False])
-def test_a_search_is_not_before_the_first_step(tmp_path, device_memory, searches):
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_search_is_not_before_the_first_step(tmp_path, device_memory, searches, is_last):
     device_memory.budget = 600 * MIB
     finder = BatchFinder(max_batch_size=4)
     finder.device_memory = lambda device: device_memory
@@ -787,7 +788,8 @@ def test_a_search_is_not_before_the_first_step(tmp_path, device_memory, searches
 
     callbacks = [At(on_fit_start=use), *([finder] if searches else [])]
     profiler = MemoryProfiler()
-    trainer_for(tmp_path, profiler, *callbacks, max_steps=3).fit(Lawful(device_memory, law))
+    callbacks = [*callbacks, profiler] if is_last else [profiler, *callbacks]
+    trainer_for(tmp_path, *callbacks, max_steps=3).fit(Lawful(device_memory, law))
     memory = profiler.summary.memory
     assert (memory.between_steps.peak_bytes > 500 * MIB) is not searches
 
@@ -1272,6 +1274,8 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
     snapshot = SimpleNamespace(
         write=lambda rank: calls.append(("write", rank)) or "the snapshot is written",
         stop=lambda: calls.append("stop"),
+        begin_step=lambda number: None,
+        end_step=lambda rank: "",
     )
 
     def start(directory, device):
@@ -1331,7 +1335,26 @@ def test_what_is_not_a_count_of_items_is_one_warning_and_a_missing_reading(
     assert math.isfinite(profiler.summary.speed.items_per_second)
 
 
-@pytest.mark.parametrize("arguments", [{"snapshot": "always"}, {"items_fn": 3}, {"flops": 1}])
+@pytest.mark.parametrize("snapshot", ["on_oom", 3])
+@pytest.mark.filterwarnings("always:No memory snapshot")
+def test_a_snapshot_on_the_cpu_is_one_warning(tmp_path, device_memory, recwarn, snapshot):
+    profiled(tmp_path, Net(), profiler=MemoryProfiler(snapshot=snapshot))
+    (warning,) = [str(one.message) for one in recwarn if "snapshot" in str(one.message)]
+    assert warning == "No memory snapshot will be written: it needs a CUDA device."
+    assert not list(tmp_path.rglob("*.pickle"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"snapshot": "always"},
+        {"snapshot": -1},
+        {"snapshot": True},
+        {"snapshot": 2.5},
+        {"items_fn": 3},
+        {"flops": 1},
+    ],
+)
 def test_invalid_arguments(arguments):
     with pytest.raises(ValueError, match=f"^{next(iter(arguments))} must be"):
         MemoryProfiler(**arguments)

@@ -1,4 +1,4 @@
-"""The allocator's history, written when memory ran out."""
+"""The allocator's history, written when memory ran out, or after one training step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,14 @@ class OomSnapshot:
         rank_zero_warn(f"No memory snapshot will be written: {reason}.")
         return None
 
-    def write(self, rank: int) -> str:
+    def begin_step(self, number: int) -> None:
+        """Go on: every step is recorded."""
+
+    def end_step(self, rank: int) -> str:
+        """Write nothing."""
+        return ""
+
+    def write(self, rank: int, name: str = "oom") -> str:
         """Write the snapshot to a new file, and return a sentence about it.
 
         The file is ``oom_snapshot_rank<rank>.pickle``, or a numbered one if that exists.
@@ -57,7 +64,7 @@ class OomSnapshot:
         path = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            path = _new_path(self._directory, f"oom_snapshot_rank{rank}")
+            path = _new_path(self._directory, f"{name}_snapshot_rank{rank}")
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         # An error in writing must not replace the out-of-memory error.
         except (OSError, MemoryError, RuntimeError) as error:
@@ -76,6 +83,62 @@ class OomSnapshot:
         if self._is_own:
             self._is_own = False
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class StepSnapshot:
+    """Records the allocator's events in one training step, and writes them at its end.
+
+    If memory runs out in this step, they are written then.
+
+    Args:
+        directory: where the file ``step_<number>_snapshot_rank<rank>.pickle`` is written.
+        device: the CUDA device.
+        number: the number of the step.
+    """
+
+    def __init__(self, directory: Path, device: torch.device, number: int) -> None:
+        self._directory = directory
+        self._device = device
+        self._number = number
+        # While the step runs.
+        self._recording: OomSnapshot | None = None
+
+    def begin_step(self, number: int) -> None:
+        """Begin to record if it is the step."""
+        if number == self._number:
+            self._recording = OomSnapshot.start(self._directory, self._device)
+
+    def end_step(self, rank: int) -> str:
+        """End to record, and return a sentence about the file; empty for another step."""
+        text = self.write(rank)
+        self.stop()
+        return text
+
+    def write(self, rank: int) -> str:
+        """Write what was recorded, and return a sentence about it; empty without anything."""
+        recording = self._recording
+        return "" if recording is None else recording.write(rank, f"step_{self._number}")
+
+    def stop(self) -> None:
+        """Stop recording."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+
+
+def start_snapshot(
+    when: str | int, directory: Path | None, device: torch.device
+) -> OomSnapshot | StepSnapshot | None:
+    """Start to record, or prepare it for a step; None with a warning if it is not possible.
+
+    Args:
+        when: ``"on_oom"``, or the number of a training step.
+        directory: where the file is written; None if that is not local.
+        device: the device.
+    """
+    if isinstance(when, str) or directory is None or device.type != "cuda":
+        return OomSnapshot.start(directory, device)
+    return StepSnapshot(directory, device, when)
 
 
 def _new_path(directory: Path, stem: str) -> Path:

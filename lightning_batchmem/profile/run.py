@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem._lightning.batch_samples import PlacedBatch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, logging_step, logs_now
@@ -15,7 +15,7 @@ from lightning_batchmem._lightning.watched_calls import WatchedCalls
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot, StepSnapshot
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
@@ -110,7 +110,7 @@ class Run:
         options: Options,
         *,
         folder: RunFolder | None,
-        snapshot: OomSnapshot | None,
+        snapshot: OomSnapshot | StepSnapshot | None,
     ) -> None:
         device = trainer.strategy.root_device
         if device_memory is None:
@@ -184,6 +184,9 @@ class Run:
         self._complete()
         is_taken = self._recorder.start(module, batch, arrived)
         self._add_between()
+        clock = self._recorder.clock
+        if self._snapshot is not None and clock.stage == "train":
+            self._snapshot.begin_step(clock.number)
         if is_taken and (places := self.steady.elsewhere()):
             self._takers.alerts.issue("elsewhere", places=places)
 
@@ -196,6 +199,8 @@ class Run:
         peak_bytes = self._recorder.stop(batch)
         if peak_bytes is None:
             return
+        if self._snapshot is not None and (text := self._snapshot.end_step(trainer.global_rank)):
+            rank_zero_info(text)
         clock = self._recorder.clock
         self.peaks.add(peak_bytes, clock.stage, clock.number)
         self._logging_step = logging_step(trainer)
@@ -237,8 +242,8 @@ class Run:
                 peak = mib(self.peaks.run_bytes)
                 note += f" The highest peak before was {peak}, {self.peaks.place}."
             yield note
-            if self._snapshot is not None:
-                yield self._snapshot.write(trainer.global_rank)
+            if self._snapshot is not None and (text := self._snapshot.write(trainer.global_rank)):
+                yield text
 
     def finish(self, trainer: Trainer, *, is_complete: bool) -> Summary | None:
         """Log the remaining metrics, close the CSV and summarize the run.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
+from lightning_batchmem.devices.oom_snapshot import OomSnapshot, start_snapshot
 
 CUDA = torch.device("cuda", 0)
 
@@ -47,6 +47,32 @@ def test_a_bounded_history_is_recorded_and_stopped_once(history, tmp_path):
     options = {"context": "alloc", "stacks": "python", "max_entries": 100_000}
     assert history.calls == [("all", options)]
     snapshot.stop()
+    snapshot.stop()
+    assert history.calls[1:] == [(None, {})]
+
+
+def test_the_history_of_one_step_is_recorded_in_this_step_only(history, tmp_path):
+    snapshot = start_snapshot(3, tmp_path, CUDA)
+    texts = []
+    for number in range(6):
+        snapshot.begin_step(number)
+        assert bool(history.calls) == (number >= 3)
+        texts.append(snapshot.end_step(1))
+        # It has ended after its step.
+        assert len(history.calls) == (2 if number >= 3 else 0)
+    path = tmp_path / "step_3_snapshot_rank1.pickle"
+    assert [bool(text) for text in texts] == [number == 3 for number in range(6)]
+    assert f" {path};" in texts[3]
+    assert list(tmp_path.iterdir()) == [path]
+    snapshot.stop()
+    assert snapshot.write(1) == ""
+    assert len(history.calls) == 2
+
+
+def test_memory_that_runs_out_in_the_step_is_written_too(history, tmp_path):
+    snapshot = start_snapshot(0, tmp_path, CUDA)
+    snapshot.begin_step(0)
+    assert "step_0_snapshot_rank0.pickle" in snapshot.write(0)
     snapshot.stop()
     assert history.calls[1:] == [(None, {})]
 
@@ -99,4 +125,5 @@ def test_a_failure_is_a_sentence_and_leaves_no_half_file(history, tmp_path, erro
 def test_no_snapshot_is_a_warning(history, tmp_path, device, is_local, reason):
     history.record_error = RuntimeError("cudaMallocAsync has no history\nException raised from")
     with pytest.warns(UserWarning, match=f"No memory snapshot will be written: {reason}\\.$"):
-        assert OomSnapshot.start(tmp_path if is_local else None, torch.device(device)) is None
+        made = start_snapshot("on_oom", tmp_path if is_local else None, torch.device(device))
+    assert made is None

@@ -7,7 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_batchmem import MemoryProfiler
 from lightning_batchmem.devices import device_memory_for
 from tests.helpers.lawful import MIB, quiet_trainer
-from tests.helpers.profiled import OWN_LOGS
+from tests.helpers.profiled import OWN_LOGS, At
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,36 @@ def test_the_profiler_writes_it_and_names_the_file_in_the_error(tmp_path):
         frame["name"] == "training_step" for event in events for frame in event.get("frames", ())
     )
     assert not torch._C._cuda_isHistoryEnabled()
+
+
+@pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")
+@pytest.mark.parametrize("number", [3, 9])
+def test_the_profiler_writes_that_of_one_step(tmp_path, number):
+    """The training has 5 steps, and only the events of one are recorded."""
+    enabled = []
+    note = At(on_train_batch_end=lambda *_: enabled.append(torch._C._cuda_isHistoryEnabled()))
+    options = {"accelerator": "gpu", "devices": 1, "max_steps": 5, "limit_val_batches": 0}
+    profiler = MemoryProfiler(snapshot=number, csv=False)
+    # It is called before the profiler ends the step.
+    trainer = quiet_trainer(note, profiler, default_root_dir=tmp_path, **options)
+    trainer.fit(Marks())
+    assert enabled == [step == number for step in range(5)]
+    assert not torch._C._cuda_isHistoryEnabled()
+    paths = list(tmp_path.rglob("*.pickle"))
+    if number == 9:
+        assert paths == []
+        return
+    (path,) = paths
+    assert path == tmp_path / OWN_LOGS / "step_3_snapshot_rank0.pickle"
+    events = pickle.loads(path.read_bytes())["device_traces"][trainer.strategy.root_device.index]
+    sizes = {event["size"] // MIB for event in events if event["action"] == "alloc"}
+    assert 13 in sizes
+    assert not sizes & {10, 11, 12, 14}
+
+
+class Marks(BoringModel):
+    """Takes 10 MiB in step 0, 11 MiB in step 1 and so on."""
+
+    def training_step(self, batch, batch_idx):
+        torch.empty((10 + batch_idx) * MIB, dtype=torch.uint8, device=self.device)
+        return super().training_step(batch, batch_idx)
