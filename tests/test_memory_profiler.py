@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard, Plan
+from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
@@ -994,6 +995,47 @@ def test_the_memory_of_loader_workers_is_a_row_on_the_host(
     else:
         assert workers_bytes is None
     assert ("loader workers  " in capsys.readouterr().out) == bool(workers)
+
+
+@pytest.mark.parametrize(
+    ("counters", "joules"),
+    [
+        ([100.0, 700.0], 600.0),
+        # It is missing, and never 0, where it does not move, begins again or cannot be read.
+        ([100.0, 100.0], None),
+        ([100.0, 50.0], None),
+        ([None], None),
+        ([100.0, None], None),
+    ],
+)
+def test_the_energy_of_a_run_is_read_at_its_begin_and_its_end(
+    tmp_path, device_memory, monkeypatch, capsys, counters, joules
+):
+    readings = iter(counters)
+    monkeypatch.setattr(device_reader, "cuda_joules", lambda device: next(readings))
+    monkeypatch.setattr(
+        device_reader, "utilization_for", lambda device: Utilization("gpu_pct", int)
+    )
+    init = DeviceReader.__init__
+    monkeypatch.setattr(
+        DeviceReader,
+        "__init__",
+        lambda self, device, *rest: init(self, torch.device("cuda"), *rest),
+    )
+    profiler, _ = profiled(tmp_path, Net(), max_epochs=2)
+    speed = profiler.summary.speed
+    assert (speed.joules, speed.samples_per_joule) == (joules, joules and 48 / joules)
+    assert list(readings) == []
+    text = "Energy of the device in this run: 0.6 kJ, 0.08 samples per joule"
+    assert (text in capsys.readouterr().out) == bool(joules)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_energy_is_read_without_a_gpu_or_nvml(monkeypatch, kind):
+    monkeypatch.setattr(device_reader, "cuda_joules", lambda device: 1 / 0)
+    if kind == "cuda":
+        monkeypatch.setattr(device_reader, "utilization_for", lambda device: None)
+    assert DeviceReader(torch.device(kind), None, math.inf).energy.joules() is None
 
 
 def test_reading_workers_takes_a_hundredth_of_the_time(monkeypatch):

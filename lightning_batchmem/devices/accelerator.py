@@ -222,6 +222,25 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
     return None if percent() is None else Utilization("gpu_pct", percent)
 
 
+def cuda_joules(device: torch.device) -> float | None:
+    """Return the energy that a GPU has used since its driver was loaded, in joules.
+
+    It is that of all processes on the GPU, and ``None``, with a warning, if NVML does not count it
+    (before Volta).
+
+    Source: nvmlDeviceGetTotalEnergyConsumption in the NVML API Reference Guide
+    """
+    return None if torch.version.hip else value_or_none("GPU energy", _joules, device)
+
+
+def _joules(device: torch.device) -> float:
+    from pynvml import nvmlDeviceGetTotalEnergyConsumption
+
+    # The function is private in torch 2.5.1 to 2.14. It finds the GPU under CUDA_VISIBLE_DEVICES.
+    handle = torch.cuda._get_pynvml_handler(device)
+    return float(nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
+
 def replays_graphs(device: torch.device) -> bool:
     """Whether ``torch.compile`` has recorded CUDA graphs on a device.
 

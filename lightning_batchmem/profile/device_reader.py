@@ -8,11 +8,32 @@ import time
 import torch
 
 from lightning_batchmem.devices import utilization_for
+from lightning_batchmem.devices.accelerator import cuda_joules
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.host import workers_bytes
 from lightning_batchmem.profile.step import DeviceReading
+
+
+class EnergyMeter:
+    """Measures the energy of a GPU from now on.
+
+    Args:
+        device: the GPU; None to measure nothing.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._before = None if device is None else cuda_joules(device)
+
+    def joules(self) -> float | None:
+        """Return the energy since the begin; None if it is unknown."""
+        if self._device is None or self._before is None:
+            return None
+        now = cuda_joules(self._device)
+        # NVML counts in steps of some milliseconds, and begins again with a new driver.
+        return None if now is None or now <= self._before else now - self._before
 
 
 class DeviceReader:
@@ -38,6 +59,8 @@ class DeviceReader:
         # Whether the limit is that of a plan.
         self.is_planned = max_limit_bytes < math.inf
         self._utilization = utilization_for(device)
+        # Where NVML reads no utilization it reads no energy, and one warning is enough.
+        self.energy = EnergyMeter(device if device.type == "cuda" and self._utilization else None)
         # The events of a search before the run do not count.
         self._events_before = self._counters()
         # The highest memory of the workers of loaders; None on a device, and without workers.

@@ -354,7 +354,9 @@ class Run:
             stage,
             totals.steps,
             memory,
-            RunSpeed.of(totals, trainer.world_size, self._reader.cores),
+            RunSpeed.of(
+                totals, trainer.world_size, self._reader.cores, self._reader.energy.joules()
+            ),
             None if steady.modules is None else steady.modules.peak,
             None if flops is None else flops.rate(totals.times.samples.per_second()),
             tuple(self._takers.alerts.issued.values()),

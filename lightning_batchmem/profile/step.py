@@ -121,6 +121,8 @@ class Totals:
     slowed: Times = field(default_factory=Times)
     first_seconds: float = 0.0
     graph_steps: int = 0
+    # As far as batches show them.
+    samples: int = 0
     # The step with the highest peak.
     highest: Step | None = None
     peak_reserved_bytes: int | None = None
@@ -147,6 +149,7 @@ class Totals:
         self.steady.add(other.steady)
         self.slowed.add(other.slowed)
         self.graph_steps += other.graph_steps
+        self.samples += other.samples
         self._add_largest(other, other.highest)
 
     def add_steps(self, steps: Sequence[Step]) -> None:
@@ -155,6 +158,7 @@ class Totals:
         for step in steps:
             is_steady = not (step.is_slowed or step.is_first)
             (self.steady if is_steady else self.slowed).add_step(step)
+            self.samples += step.batch_size or 0
             if step.has_graphs:
                 self.graph_steps += 1
             self._add_largest(step, step)

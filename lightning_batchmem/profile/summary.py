@@ -137,6 +137,9 @@ class RunSpeed:
         cores: how many cores this process may use, for ``busy_percent`` of the host; None on a
             device.
         first_step_seconds: time of the first step; None if it is unknown.
+        joules: energy of this rank's GPU from the begin to the end of the run, with evaluations,
+            pauses and other processes on it; None where NVML does not count it.
+        samples_per_joule: samples of this rank for each of these; None likewise.
     """
 
     step_seconds: float
@@ -146,9 +149,13 @@ class RunSpeed:
     busy_percent: float | None = None
     cores: float | None = None
     first_step_seconds: float | None = None
+    joules: float | None = None
+    samples_per_joule: float | None = None
 
     @classmethod
-    def of(cls, totals: Totals, world_size: int, cores: float | None) -> RunSpeed:
+    def of(
+        cls, totals: Totals, world_size: int, cores: float | None, joules: float | None
+    ) -> RunSpeed:
         """Return the speed of a run from its totals; all ranks have batches of one size."""
         times = totals.times
         return cls(
@@ -159,6 +166,8 @@ class RunSpeed:
             times.busy.per_second(),
             cores,
             totals.first_seconds,
+            joules,
+            totals.samples / joules if joules and totals.samples else None,
         )
 
 

@@ -164,6 +164,11 @@ def _caption(summary: Summary) -> Iterator[str]:
             yield f"Device: {busy}, of all processes on it"
         else:
             yield f"Cores of this process ({speed.cores:g}): {busy}"
+    if speed.joules is not None:
+        text = f"Energy of the device in this run: {speed.joules / 1e3:,.4g} kJ"
+        if speed.samples_per_joule is not None:
+            text += f", {speed.samples_per_joule:,.4g} samples per joule"
+        yield text
     if peaks := memory.rank_peaks_bytes:
         yield (
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"

@@ -111,6 +111,17 @@ def test_every_part_with_its_share():
             ],
             ["before the next one"],
         ),
+        (
+            with_speed(CUDA, joules=12_345.0, samples_per_joule=6.25),
+            ["Energy of the device in this run: 12.35 kJ, 6.25 samples per joule"],
+            [],
+        ),
+        (
+            with_speed(CUDA, joules=12_345.0),
+            ["Energy of the device in this run: 12.35 kJ"],
+            ["per joule"],
+        ),
+        (CUDA, [], ["Energy"]),
         (with_memory(SUMMARY, workers_bytes=173 * MIB), ["| loader workers | 173.0 MiB | |"], []),
         # A hook may use more than any step.
         (
