@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -202,7 +203,13 @@ def test_energy_is_that_of_nvml_and_missing_where_it_is_not_counted(monkeypatch)
     assert cuda_joules(DEVICE) == 12.345
     with pytest.warns(UserWarning, match="GPU energy cannot be read: KeyError"):
         assert cuda_joules(torch.device("cuda", 0)) is None
+    # Older GPUs and drivers lack the counter, which nobody can change.
+    for error in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+        fail = Mock(side_effect=pynvml.NVMLError(error))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", fail)
+        assert cuda_joules(DEVICE) is None
     # amdsmi has another counter.
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: 12_345)
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert cuda_joules(DEVICE) is None
 
