@@ -46,19 +46,18 @@ class BatchSamples:
         # Whether the first dimension of a full batch was the size of its loader.
         self._has_rows = False
         self._combined: object = None
+        self._loader_number = 0
         self._of_loaders: list[_LoaderSamples] = []
-        self._is_sequential = False
+        # The samples of a full batch of all of these.
+        self._size = 0
 
     def in_batch(self, batch: object, number: int, loader_number: int = 0) -> int | None:
         """The samples of a batch, as in :class:`PlacedBatch`; None if they are unknown."""
         of_loaders = self._loaders_of(loader_number)
-        # A loader of single samples may have batches as samples.
-        sizes = [one.size for one in of_loaders if one.size != 1]
-        self.loaders_have_sizes = bool(sizes) and None not in sizes
         rows = samples_in(batch)
         if not self.loaders_have_sizes:
             return rows
-        size = sum(one.size or 0 for one in of_loaders)
+        size = self._size
         # A collate function may leave out samples, and each worker of a stream ends with fewer.
         self._has_rows |= rows == size
         if self._has_rows and rows is not None and rows <= size:
@@ -87,18 +86,25 @@ class BatchSamples:
     def _loaders_of(self, loader_number: int) -> list[_LoaderSamples]:
         """The loaders that have samples in a batch."""
         # Loaders may be requested again in each epoch.
-        if self._loop._combined_loader is not self._combined:
-            self._combined = self._loop._combined_loader
-            self._of_loaders = value_or_none(_LOADERS, self._read_loaders) or []
-        if self._is_sequential:
-            return self._of_loaders[loader_number : loader_number + 1]
+        combined = self._loop._combined_loader
+        if combined is not self._combined or loader_number != self._loader_number:
+            self._combined = combined
+            self._loader_number = loader_number
+            of_loaders = value_or_none(_LOADERS, self._read_loaders, loader_number) or []
+            # A loader of single samples may have batches as samples.
+            sizes = [one.size for one in of_loaders if one.size != 1]
+            self.loaders_have_sizes = bool(sizes) and None not in sizes
+            self._size = sum(one.size or 0 for one in of_loaders)
+            self._of_loaders = of_loaders
         return self._of_loaders
 
-    def _read_loaders(self) -> list[_LoaderSamples]:
+    def _read_loaders(self, loader_number: int) -> list[_LoaderSamples]:
         combined: Any = self._combined
         mode = combined_mode(combined)
-        self._is_sequential = mode == "sequential"
-        return [_samples_of(loader, begins_again="cycle" in mode) for loader in combined.flattened]
+        loaders = combined.flattened
+        if mode == "sequential":
+            loaders = loaders[loader_number : loader_number + 1]
+        return [_samples_of(loader, begins_again="cycle" in mode) for loader in loaders]
 
 
 @dataclass(frozen=True)

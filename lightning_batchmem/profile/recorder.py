@@ -25,6 +25,8 @@ from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_memory import StepMemory
 from lightning_batchmem.search.compiled import compiled_frames
 
+_NO_BATCH = PlacedBatch(None, 0, 0)
+
 
 class StepClock:
     """Wall time of each step, from the request of its batch to the next request.
@@ -92,7 +94,8 @@ class StepClock:
 
     def seconds(self) -> tuple[float, float | None]:
         """Return the seconds of the last step, and those before its batch arrived."""
-        self.end()
+        if not self._has_end:
+            self.end()
         return self._end - self._begin, self._wait_seconds
 
     def start(self, arrived: float) -> None:
@@ -188,7 +191,7 @@ class StepRecorder:
         self._device = trainer.strategy.root_device
         self.memory = StepMemory(device_memory, self._device)
         self._counter = BatchCounter(trainer, options.items_fn)
-        self._batch = PlacedBatch(None, 0, 0)
+        self._batch = _NO_BATCH
         self._has_graphs = False
         self._compiled = compiled_frames()
         # The step that has ended. Its seconds are not known yet.
@@ -216,7 +219,7 @@ class StepRecorder:
         """End the time of a step: a checkpoint, an evaluation or the end of an epoch follows."""
         self.run_clock.end()
         if not self.clock.in_step:
-            self.memory.leave(self._last_number())
+            self.memory.leave()
 
     def start(self, module: LightningModule, batch: PlacedBatch, arrived: float) -> bool:
         """Begin a step, whose batch has arrived at this time.
@@ -224,18 +227,16 @@ class StepRecorder:
         Returns:
             Whether the breakdown was taken.
         """
-        last_number = self._last_number()
         self.clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
         clock = self.clock
-        self.memory.start(batch.batch, last_number, clock.gap_seconds)
+        self.memory.start(batch.batch, clock.gap_seconds)
         if clock is not self.run_clock:
             return False
-        begin = clock.now()
         is_taken = self.steady.begin(module, batch.batch, clock.number)
         if is_taken:
-            clock.leave_out(clock.now() - begin)
+            clock.leave_out(clock.now() - arrived)
         return is_taken
 
     def stop(self, batch: PlacedBatch) -> int | None:
@@ -248,9 +249,10 @@ class StepRecorder:
             return None
         clock.stop()
         samples = self._counter.samples(batch)
+        number = clock.number
         steps = clock.steps if clock is self.run_clock else None
         before_bytes = self.memory.before_bytes
-        peak_bytes, reserved_bytes, _ = self.memory.end(steps) or (None, None, None)
+        peak_bytes, reserved_bytes, _ = self.memory.end(steps, number) or (None, None, None)
         is_slowed = clock is self.run_clock and self.steady.end(samples, peak_bytes)
         # What is compiled takes seconds, and what is new to the device or the loader may too.
         compiled = compiled_frames()
@@ -259,12 +261,13 @@ class StepRecorder:
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
-        if clock is self.run_clock and peak_bytes is not None:
-            self.steady.add_peak(peak_bytes, self.memory.last_start_bytes)
-        self._batch = PlacedBatch(None, 0, 0)
+        breakdown = self.steady.breakdown
+        if breakdown is not None and steps is not None and (peak_bytes or 0) > breakdown.peak_bytes:
+            breakdown.add_peak(peak_bytes or 0, self.memory.last_start_bytes)
+        self._batch = _NO_BATCH
         # By position, because keywords take twice as long.
         self._ended = Step(
-            clock.number,
+            number,
             clock.stage,
             samples,
             math.nan,
@@ -292,11 +295,7 @@ class StepRecorder:
         """Read the memory after the last step, and remove all hooks."""
         self.steady.close()
         if not self.clock.in_step:
-            self.memory.read(self._last_number())
-
-    def _last_number(self) -> int | None:
-        """The number of the last step of the run; None before the first one."""
-        return self.run_clock.number if self.run_clock.steps else None
+            self.memory.read()
 
     def explain_out_of_memory(self, error: BaseException, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""

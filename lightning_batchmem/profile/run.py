@@ -162,11 +162,6 @@ class Run:
             recorder.leave,
         )
 
-    @property
-    def steady(self) -> SteadySteps:
-        """What is measured in steady steps."""
-        return self._recorder.steady
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A loader that spawns workers may pickle the Trainer, and open files cannot be pickled.
         return type(None), ()
@@ -178,17 +173,25 @@ class Run:
         self._recorder.steady.begin_epoch()
         self.peaks.begin_epoch()
 
-    def begin_step(self, module: LightningModule, batch: PlacedBatch) -> None:
-        """Begin a step, whose batch has arrived, and log the steps before it if that is due."""
+    def begin_step(self, module: LightningModule, batch: PlacedBatch) -> SteadySteps | None:
+        """Begin a step, whose batch has arrived, and log the steps before it if that is due.
+
+        Returns:
+            What notes the phases of the step; None if nothing does.
+        """
         arrived = self._recorder.clock.now()
         self._complete()
         is_taken = self._recorder.start(module, batch, arrived)
-        self._add_between()
-        clock = self._recorder.clock
-        if self._snapshot is not None and clock.stage == "train":
-            self._snapshot.begin_step(clock.number)
-        if is_taken and (places := self.steady.elsewhere()):
+        if self._recorder.memory.before_bytes is not None:
+            self._add_between()
+        if self._snapshot is not None and self._recorder.clock.stage == "train":
+            self._snapshot.begin_step(self._recorder.clock.number)
+        if not is_taken:
+            return None
+        steady = self._recorder.steady
+        if places := steady.elsewhere():
             self._takers.alerts.issue("elsewhere", places=places)
+        return steady
 
     def leave(self) -> None:
         """Note that the last step of an evaluation has ended, and what follows is no step."""
@@ -202,7 +205,8 @@ class Run:
         if self._snapshot is not None and (text := self._snapshot.end_step(trainer.global_rank)):
             rank_zero_info(text)
         clock = self._recorder.clock
-        self.peaks.add(peak_bytes, clock.stage, clock.number)
+        if peak_bytes > self.peaks.epoch_bytes:
+            self.peaks.add(peak_bytes, clock.stage, clock.number)
         self._logging_step = logging_step(trainer)
         is_training = clock.stage == "train"
         self._is_due = is_training and logs_now(trainer, self._logging_step)

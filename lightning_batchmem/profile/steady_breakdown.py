@@ -31,18 +31,14 @@ class PeakPhase:
         self.of_peak = ""
         self._device_memory = device_memory
         # The phase that runs now; empty outside of the step.
-        self._phase = ""
+        self.now = ""
         self._peak_bytes = 0
-
-    @property
-    def is_noted(self) -> bool:
-        return bool(self._phase)
 
     def start(self) -> None:
         """Begin with forward."""
         device_memory = self._device_memory
         self._peak_bytes = device_memory.peak().allocated_bytes
-        self._phase = "forward"
+        self.now = "forward"
         if device_memory.is_host:
             # Memory that was freed may be used again.
             self._peak_bytes += device_memory.granularity_bytes
@@ -52,8 +48,8 @@ class PeakPhase:
         peak_bytes = self._device_memory.peak().allocated_bytes
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
-            self.of_peak = self._phase
-        self._phase = phase
+            self.of_peak = self.now
+        self.now = phase
 
 
 class SteadyBreakdown:
@@ -130,8 +126,8 @@ class SteadyBreakdown:
         self._gradients_bytes = max(self._gradients_bytes, count_bytes)
 
     def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
-        """Add the peak of a step, and the bytes held at the last start that was read."""
-        if self._at_start is not None and peak_bytes > self.peak_bytes:
+        """Take a peak above :attr:`peak_bytes`, and the bytes held at the last start."""
+        if self._at_start is not None:
             self.peak_bytes = peak_bytes
             self._start_bytes = start_bytes
 

@@ -127,7 +127,8 @@ class SteadySteps:
             samples: the samples of its batch; None if they are unknown.
             peak_bytes: its peak; None if it is unknown.
         """
-        self.enter("")
+        if self.breakdown is not None and self.breakdown.phases.now:
+            self.enter("")
         if not self._is_noted:
             # An evaluation is in its steady state from the second step on too.
             self._is_steady = True
@@ -153,13 +154,8 @@ class SteadySteps:
     def enter(self, phase: str) -> None:
         """Begin a phase of a training step; noted in the step of the breakdown."""
         breakdown = self.breakdown
-        if breakdown is not None and breakdown.phases.is_noted:
+        if breakdown is not None and breakdown.phases.now:
             value_or_none(PEAK, breakdown.phases.enter, phase)
-
-    def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
-        """Add the peak of a step, and its start, to the breakdown, if it was taken."""
-        if self.breakdown is not None:
-            self.breakdown.add_peak(peak_bytes, start_bytes)
 
     def drop(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead."""

@@ -100,16 +100,17 @@ class Times:
         self.wait.add(other.wait.amount, other.wait.seconds)
         self.busy.add(other.busy.amount, other.busy.seconds)
 
-    def add_step(self, step: Step) -> None:
-        seconds = step.seconds
-        self.steps += 1
-        self.seconds += seconds
-        if step.wait_seconds is not None:
-            self.wait.add(step.wait_seconds, seconds)
-        if step.batch_size is not None and not step.is_slowed:
-            self.samples.add(step.batch_size, seconds)
-        if step.items is not None and not step.is_slowed:
-            self.items.add(step.items, seconds)
+    def add_steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            seconds = step.seconds
+            self.steps += 1
+            self.seconds += seconds
+            if step.wait_seconds is not None:
+                self.wait.add(step.wait_seconds, seconds)
+            if step.batch_size is not None and not step.is_slowed:
+                self.samples.add(step.batch_size, seconds)
+            if step.items is not None and not step.is_slowed:
+                self.items.add(step.items, seconds)
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Totals:
 
     # The times of most steps, and of those that take longer for a reason of their own.
     steady: Times = field(default_factory=Times)
-    slowed: Times = field(default_factory=Times)
+    slowed: Times | None = None
     first_seconds: float = 0.0
     graph_steps: int = 0
     # As far as batches show them.
@@ -131,12 +132,12 @@ class Totals:
 
     @property
     def steps(self) -> int:
-        return self.steady.steps + self.slowed.steps
+        return self.steady.steps + (self.slowed.steps if self.slowed else 0)
 
     @property
     def times(self) -> Times:
         """The times that means are made of."""
-        return self.steady if self.steady.steps else self.slowed
+        return self.steady if self.steady.steps or self.slowed is None else self.slowed
 
     @property
     def peak_bytes(self) -> int | None:
@@ -147,7 +148,9 @@ class Totals:
         if not self.steps:
             self.first_seconds = other.first_seconds
         self.steady.add(other.steady)
-        self.slowed.add(other.slowed)
+        if other.slowed is not None:
+            self.slowed = self.slowed or Times()
+            self.slowed.add(other.slowed)
         self.graph_steps += other.graph_steps
         self.samples += other.samples
         self._add_largest(other, other.highest)
@@ -155,17 +158,22 @@ class Totals:
     def add_steps(self, steps: Sequence[Step]) -> None:
         if not self.steps:
             self.first_seconds = steps[0].seconds
+        slowed = [step for step in steps if step.is_slowed or step.is_first]
+        if slowed:
+            self.slowed = self.slowed or Times()
+            self.slowed.add_steps(slowed)
+            self.steady.add_steps([step for step in steps if not (step.is_slowed or step.is_first)])
+        else:
+            self.steady.add_steps(steps)
         for step in steps:
-            is_steady = not (step.is_slowed or step.is_first)
-            (self.steady if is_steady else self.slowed).add_step(step)
             self.samples += step.batch_size or 0
-            if step.has_graphs:
+            if step.peak_bytes is None and step.has_graphs:
                 self.graph_steps += 1
             self._add_largest(step, step)
 
     def add_busy(self, percent: float) -> None:
         """Add the utilization in the time of these steps."""
-        for times in (self.steady, self.slowed):
+        for times in filter(None, (self.steady, self.slowed)):
             times.busy.add(percent * times.seconds, times.seconds)
 
     def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:

@@ -58,7 +58,9 @@ class StepMemory:
         self.last_start_bytes = 0
         self._device_memory = device_memory
         self._device = device
+        # Those of the last step of the run, and its number.
         self._last_peak_bytes = 0
+        self._after_step: int | None = None
         # Whether the peak is that since the end of the last step.
         self._is_watched = True
         # What is held is due at the start of this step, the next time. The first step has no
@@ -66,35 +68,38 @@ class StepMemory:
         self._next_reading = 2
         self._is_due = False
 
-    def start(self, batch: object, after_step: int | None, gap_seconds: float) -> None:
+    def start(self, batch: object, gap_seconds: float) -> None:
         """Begin a step.
 
         Args:
             batch: its batch.
-            after_step: the step of the run before it; None without one.
-            gap_seconds: the time between both steps, without the wait for data.
+            gap_seconds: the time since the step before, without the wait for data.
         """
         self.start_bytes = None
-        if self._device_memory is None:
+        device_memory = self._device_memory
+        if device_memory is None:
             return
         if self._is_watched or self._is_due or gap_seconds > _LONG_SECONDS:
-            self.read(after_step, batch)
+            self.read(batch)
             if self._is_due:
                 self.start_bytes = self.last_start_bytes
                 self._is_due = False
         self._is_watched = False
-        if not self._has_restarted():
+        if value_or_none(PEAK, _has_reset, device_memory) is None:
             self._device_memory = None
 
-    def end(self, steps: int | None) -> MemoryStats | None:
+    def end(self, steps: int | None, number: int) -> MemoryStats | None:
         """End a step, and return its highest use; None if it is unknown.
 
         What was read before it is forgotten.
 
         Args:
             steps: how many steps of the run have begun; None in a validation within a training.
+            number: the number of the step.
         """
         self.before_bytes = None
+        if steps is not None:
+            self._after_step = number
         device_memory = self._device_memory
         peak = None if device_memory is None else value_or_none(PEAK, device_memory.peak)
         if peak is None:
@@ -106,13 +111,13 @@ class StepMemory:
             self._is_due = True
         return peak
 
-    def leave(self, after_step: int | None) -> None:
+    def leave(self) -> None:
         """Read the peak from now on at the start of the next step."""
         if not self._is_watched:
-            self.read(after_step)
+            self.read()
             self._is_watched = self._has_restarted()
 
-    def read(self, after_step: int | None, batch: object = None) -> None:
+    def read(self, batch: object = None) -> None:
         """Read the peak since the end of the last step, and what is held without a batch."""
         device_memory = self._device_memory
         if device_memory is None:
@@ -125,7 +130,7 @@ class StepMemory:
         if self._is_watched or peak_bytes > self._last_peak_bytes:
             self.before_bytes = max(peak_bytes, self.before_bytes or 0)
             if self.between is None or peak_bytes > self.between.peak_bytes:
-                self.between = PeakBetweenSteps(peak_bytes, after_step)
+                self.between = PeakBetweenSteps(peak_bytes, self._after_step)
 
     def _has_restarted(self) -> bool:
         """Begin a new peak, and return whether that is possible."""
