@@ -89,14 +89,14 @@ class DeviceReader:
         return self.last
 
     def _read_workers(self) -> None:
-        """Read the memory of the workers, in at most a hundredth of the time."""
+        """Read the memory of the workers, in at most a fiftieth of the time."""
         begin = time.monotonic()
         if begin < self._next_workers:
             return
         count_bytes = value_or_none("The memory of loader workers", workers_bytes) or 0
         self.most_workers_bytes = max(self.most_workers_bytes or 0, count_bytes) or None
         end = time.monotonic()
-        self._next_workers = end + 100 * (end - begin)
+        self._next_workers = end + 50 * (end - begin)
 
     def expire(self) -> None:
         """Read the device the next time, however young the last reading is."""

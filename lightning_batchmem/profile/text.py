@@ -213,7 +213,9 @@ def _speed(steps: int, speed: RunSpeed) -> str:
     text = f"{counted(steps, 'step')} of {1e3 * speed.step_seconds:,.1f} ms"
     first_seconds = speed.first_step_seconds or 0.0
     if first_seconds > _LONG_FIRST * speed.step_seconds:
-        text += f" after a first step of {first_seconds:,.2f} s"
+        is_long = first_seconds >= 1.0
+        first = f"{first_seconds:,.2f} s" if is_long else f"{1e3 * first_seconds:,.1f} ms"
+        text += f" after a first step of {first}"
     if speed.samples_per_second is not None:
         text += f", {speed.samples_per_second:,.1f} samples/s"
     if speed.items_per_second is not None:
