@@ -1,0 +1,306 @@
+"""Steps of trainings whose memory others published, for ``benchmarks.published_memory``.
+
+Each function trains a few steps as the published code does, on the CUDA device of this process. The
+settings are those of the row in ``published/memory.json``, and its sources name the code. Networks
+come from litgpt, transformers and torchvision, or have the same shapes. Values have no meaning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.published_networks import MILABENCH_TEXT, Gpt, GptSettings
+
+STEPS = 3
+
+TrainingSteps = Callable[..., None]
+
+
+def litgpt(
+    *,
+    model: str,
+    method: str,
+    samples: int,
+    tokens: int,
+    rank: int = 0,
+    dropout: float = 0.0,
+    all_layers: bool = False,
+) -> None:
+    """Fine-tune as ``litgpt finetune``: the head in chunks, except where all weights train.
+
+    Fabric converts the logits to float32. The first batch has the longest sequence.
+    """
+    import litgpt as of_litgpt
+    import litgpt.adapter
+    import litgpt.adapter_v2
+    import litgpt.lora
+    from lightning.fabric import Fabric
+    from litgpt.utils import chunked_cross_entropy
+
+    fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-true")
+    with fabric.init_module(empty_init=False):
+        if method == "full":
+            network = of_litgpt.GPT(of_litgpt.Config.from_name(model))
+        elif method == "lora":
+            names = ("lora_key", "lora_projection", "lora_mlp", "lora_head")
+            config = of_litgpt.lora.Config.from_name(
+                model,
+                lora_r=rank,
+                lora_alpha=16,
+                lora_dropout=dropout,
+                lora_query=True,
+                lora_value=True,
+                **dict.fromkeys(names, all_layers),
+            )
+            network = of_litgpt.lora.GPT(config)
+            of_litgpt.lora.mark_only_lora_as_trainable(network)
+        else:
+            adapter = getattr(of_litgpt, method)
+            network = adapter.GPT(adapter.Config.from_name(model))
+            adapter.mark_only_adapter_as_trainable(network)
+            if method == "adapter_v2":
+                adapter.mark_only_adapter_v2_as_trainable(network)
+    network.max_seq_length = tokens
+    network = fabric.setup_module(network)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.02))
+    for step in range(STEPS):
+        ids = fabric.to_device(torch.randint(0, 30000, (samples, tokens)))
+        if method == "full":
+            logits = network(ids)
+            loss = chunked_cross_entropy(logits[..., :-1, :], ids[..., 1:])
+        else:
+            logits = network(ids, lm_head_chunk_size=128)
+            logits[-1] = logits[-1][..., :-1, :]
+            loss = chunked_cross_entropy(logits, ids[..., 1:])
+        fabric.backward(loss / 2)
+        # They accumulate, so that the gradients of some steps meet those of earlier ones.
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def gpt(*, samples: int = 8, fused: bool = False, bfloat16: bool = False, **parts: bool) -> None:
+    """Train GPT-2 small from the start, evaluate, and generate."""
+    settings = GptSettings(**parts)
+    network = Gpt(settings).to("cuda")
+    if bfloat16:
+        network.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-4, weight_decay=0.1, fused=fused)
+    network.train()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        _loss_of_tokens(network, settings, samples).backward()
+        optimizer.step()
+        network.eval()
+        with torch.no_grad():
+            for _ in range(2):
+                _loss_of_tokens(network, settings, samples)
+        network.train()
+    network.eval()
+    with torch.no_grad():
+        for length in range(4, 54):
+            network(torch.zeros(1, length, dtype=torch.long, device="cuda"))
+
+
+def _loss_of_tokens(network: nn.Module, settings: GptSettings, samples: int) -> Tensor:
+    shape = (samples, settings.tokens)
+    ids = torch.randint(0, settings.vocabulary, shape).to("cuda")
+    targets = torch.randint(0, settings.vocabulary, shape).to("cuda")
+    logits = network(ids)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def vit(*, precision: str, samples: int, accumulation: int = 1, optimizer: str = "Adam") -> None:
+    """Fine-tune torchvision's ViT-L/16 with Fabric, or without it where no precision is given."""
+    from lightning.fabric import Fabric
+    from torchvision.models import vit_l_16
+
+    network = vit_l_16()
+    network.heads.head = nn.Linear(1024, 10)
+    fabric = Fabric(accelerator="cuda", devices=1, precision=precision or "32-true")
+    if precision:
+        kind = getattr(torch.optim, optimizer)
+        network, optimizers = fabric.setup(network, kind(network.parameters(), lr=5e-5))
+    else:
+        network.to("cuda")
+        optimizers = torch.optim.Adam(network.parameters(), lr=5e-5)
+    backward = fabric.backward if precision else Tensor.backward
+    for step in range(STEPS * accumulation):
+        network.train()
+        features, targets = _images(samples)
+        logits = network(features)
+        loss = functional.cross_entropy(logits, targets) / accumulation
+        if accumulation == 1:
+            optimizers.zero_grad()
+        backward(loss)
+        if step % accumulation == 0:
+            optimizers.step()
+            if accumulation > 1:
+                optimizers.zero_grad()
+        network.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            features, targets = _images(samples)
+            network(features)
+
+
+def _images(samples: int, **transform: Any) -> tuple[Tensor, Tensor]:
+    features = torch.zeros(samples, 3, 224, 224).to(device="cuda", **transform)
+    return features, torch.zeros(samples, dtype=torch.long).to("cuda")
+
+
+def bert_large(
+    *,
+    samples: int,
+    half: bool = False,
+    checkpointing: bool = False,
+    optimizer: str = "AdamW",
+) -> None:
+    """Train BERT-large on 512 tokens as Trainer did in 2022, with 4 samples in each step.
+
+    torch 1.10 kept the gradients as zeros, and attention was eager.
+    """
+    from transformers import Adafactor, BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        attn_implementation="eager",
+    )
+    network = BertForSequenceClassification(config).to("cuda").train()
+    if checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": True})
+        network.enable_input_require_grads()
+    if optimizer == "Adafactor":
+        chosen: torch.optim.Optimizer = Adafactor(network.parameters())
+    else:
+        chosen = torch.optim.AdamW(network.parameters(), lr=5e-5, foreach=False)
+    scaler = torch.amp.GradScaler("cuda", enabled=half)
+    for _ in range(STEPS):
+        for _ in range(4 // samples):
+            ids = torch.randint(100, 30000, (samples, 512)).to("cuda")
+            labels = torch.zeros(samples, dtype=torch.long).to("cuda")
+            with torch.autocast("cuda", torch.float16, enabled=half):
+                loss = network(input_ids=ids, labels=labels).loss
+            scaler.scale(loss).backward()
+        scaler.unscale_(chosen)
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        scaler.step(chosen)
+        scaler.update()
+        network.zero_grad(set_to_none=False)
+
+
+def milabench_text(*, network: str, precision: str, samples: int) -> None:
+    """Train a network of transformers as ``benchmarks/huggingface``, which keeps gradients."""
+    shape = MILABENCH_TEXT[network]
+    made = shape.network().to("cuda").train()
+    optimizer = torch.optim.Adam(made.parameters(), lr=1e-3)
+    is_half = precision == "fp16"
+    scaler = torch.amp.GradScaler("cuda", enabled=is_half)
+    for _ in range(STEPS):
+        batch = {name: value.to("cuda") for name, value in shape.batch(samples).items()}
+        with torch.autocast("cuda", torch.float16) if is_half else nullcontext():
+            outputs = made(**batch)
+        loss = outputs.loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def milabench_images(
+    *,
+    network: str,
+    precision: str,
+    samples: int,
+    channels_last: bool = False,
+    optimizer: str = "SGD",
+) -> None:
+    """Train a network of torchvision as ``benchmarks/torchvision``, or as the Lightning bench."""
+    from torchvision import models
+
+    made = getattr(models, network)().to("cuda").train()
+    if optimizer == "Adam":
+        _lightning_bench(made, samples)
+        return
+    transform: dict[str, Any] = {"dtype": torch.float16 if precision == "fp16" else torch.float32}
+    if channels_last:
+        made = made.to(memory_format=torch.channels_last)
+        transform["memory_format"] = torch.channels_last
+    chosen = torch.optim.SGD(made.parameters(), 0.01)
+    is_half = precision == "fp16"
+    scaler = torch.amp.GradScaler("cuda", enabled=is_half)
+    for features, targets in itertools.islice(_endless_images(samples, **transform), STEPS):
+        chosen.zero_grad()
+        with torch.autocast("cuda", torch.float16) if is_half else nullcontext():
+            loss = functional.cross_entropy(made(features), targets)
+            scaler.scale(loss).backward()
+            scaler.step(chosen)
+            scaler.update()
+
+
+def _endless_images(samples: int, **transform: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield _images(samples, **transform)
+
+
+def _lightning_bench(network: nn.Module, samples: int) -> None:
+    """Steps of Lightning's automatic optimization with bf16-mixed."""
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        features, targets = _images(samples)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = functional.cross_entropy(network(features), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def shard(*, model: str, ranks: int, samples: int, checkpointing: str) -> None:
+    """Train one rank of FSDP2, where a process group that does nothing stands for the others."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from benchmarks.published_networks import LLAMA_SHAPES, Llama, sharded
+
+    shape = LLAMA_SHAPES[model]
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    with torch.device("meta"):
+        network = Llama(shape, checkpointing)
+    sharded(network, ranks)
+    network.to_empty(device="cuda")
+    angles = torch.ones(shape.tokens, shape.head_width // 2, dtype=torch.complex64, device="cuda")
+    optimizer = torch.optim.AdamW(
+        network.parameters(), 3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
+    )
+    for _ in range(STEPS):
+        ids = torch.zeros(samples, shape.tokens, dtype=torch.long).to("cuda")
+        optimizer.zero_grad()
+        prediction = network(ids, angles)
+        loss = functional.cross_entropy(prediction.flatten(0, 1).float(), ids.flatten())
+        del prediction
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0, foreach=True)
+        optimizer.step()
+
+
+KINDS: dict[str, TrainingSteps] = {
+    "litgpt": litgpt,
+    "gpt": gpt,
+    "vit": vit,
+    "bert_large": bert_large,
+    "milabench_text": milabench_text,
+    "milabench_images": milabench_images,
+    "shard": shard,
+}
