@@ -36,7 +36,8 @@ def litgpt(
 ) -> None:
     """Fine-tune as ``litgpt finetune``: the head in chunks, except where all weights train.
 
-    Fabric converts the logits to float32. The first batch has the longest sequence.
+    Fabric converts the logits to float32. The first batch has the longest sequence, and an
+    evaluation comes before it, in which an adapter fills its cache.
     """
     import litgpt as of_litgpt
     import litgpt.adapter
@@ -65,13 +66,18 @@ def litgpt(
         else:
             adapter = getattr(of_litgpt, method)
             network = adapter.GPT(adapter.Config.from_name(model))
-            adapter.mark_only_adapter_as_trainable(network)
-            if method == "adapter_v2":
-                adapter.mark_only_adapter_v2_as_trainable(network)
+            getattr(adapter, f"mark_only_{method}_as_trainable")(network)
     network.max_seq_length = tokens
     network = fabric.setup_module(network)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.02))
+    network.eval()
+    with torch.no_grad():
+        ids = fabric.to_device(torch.randint(0, 30000, (samples, tokens)))
+        logits = network(ids)
+        chunked_cross_entropy(logits[..., :-1, :], ids[..., 1:], chunk_size=0)
+    del logits
+    network.train()
     for step in range(STEPS):
         ids = fabric.to_device(torch.randint(0, 30000, (samples, tokens)))
         if method == "full":
@@ -136,7 +142,7 @@ def vit(*, precision: str, samples: int, accumulation: int = 1, optimizer: str =
     backward = fabric.backward if precision else Tensor.backward
     for step in range(STEPS * accumulation):
         network.train()
-        features, targets = _images(samples)
+        features, targets = (each.to("cuda") for each in _images(samples))
         logits = network(features)
         loss = functional.cross_entropy(logits, targets) / accumulation
         if accumulation == 1:
@@ -149,13 +155,13 @@ def vit(*, precision: str, samples: int, accumulation: int = 1, optimizer: str =
         network.eval()
     with torch.no_grad():
         for _ in range(2):
-            features, targets = _images(samples)
+            features = _images(samples)[0].to("cuda")
             network(features)
 
 
-def _images(samples: int, **transform: Any) -> tuple[Tensor, Tensor]:
-    features = torch.zeros(samples, 3, 224, 224).to(device="cuda", **transform)
-    return features, torch.zeros(samples, dtype=torch.long).to("cuda")
+def _images(samples: int) -> tuple[Tensor, Tensor]:
+    """Images and targets on the host, as a loader gives them."""
+    return torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.long)
 
 
 def bert_large(
@@ -224,9 +230,14 @@ def milabench_images(
     precision: str,
     samples: int,
     channels_last: bool = False,
+    synthetic: bool = False,
     optimizer: str = "SGD",
 ) -> None:
-    """Train a network of torchvision as ``benchmarks/torchvision``, or as the Lightning bench."""
+    """Train a network of torchvision as ``benchmarks/torchvision``, or as the Lightning bench.
+
+    The synthetic loader there runs the network once in float32, on images of 244 pixels, to make
+    targets; what this needs stays in the cache of the allocator.
+    """
     from torchvision import models
 
     made = getattr(models, network)().to("cuda").train()
@@ -240,7 +251,13 @@ def milabench_images(
     chosen = torch.optim.SGD(made.parameters(), 0.01)
     is_half = precision == "fp16"
     scaler = torch.amp.GradScaler("cuda", enabled=is_half)
-    for features, targets in itertools.islice(_endless_images(samples, **transform), STEPS):
+    batches: Iterator[tuple[Tensor, Tensor]] = itertools.repeat(_images(samples))
+    if synthetic:
+        images = torch.randn(samples, 3, 244, 244, device="cuda")
+        batches = itertools.repeat((images, torch.rand_like(made(images))))
+    for images, targets in itertools.islice(batches, STEPS):
+        features = images.to("cuda", **transform)
+        targets = targets.to("cuda")
         chosen.zero_grad()
         with torch.autocast("cuda", torch.float16) if is_half else nullcontext():
             loss = functional.cross_entropy(made(features), targets)
@@ -249,16 +266,11 @@ def milabench_images(
             scaler.update()
 
 
-def _endless_images(samples: int, **transform: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield _images(samples, **transform)
-
-
 def _lightning_bench(network: nn.Module, samples: int) -> None:
     """Steps of Lightning's automatic optimization with bf16-mixed."""
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
     for _ in range(STEPS):
-        features, targets = _images(samples)
+        features, targets = (each.to("cuda") for each in _images(samples))
         with torch.autocast("cuda", torch.bfloat16):
             loss = functional.cross_entropy(network(features), targets)
         optimizer.zero_grad()
