@@ -10,7 +10,9 @@ milabench published the memory of the device, which contains the CUDA context. S
 of two of its sizes is compared: from the smallest above 1 to the largest that takes at most 0.9 of
 the card, where cached blocks still have room. Benches with tf32 repeat those with fp32 and fp16.
 
-Versions differ from those of the measurements, and so do cards where the row has none.
+Versions differ from those of the measurements. A row whose error is above 5 % is explained by a
+remark, or by an experiment: the same row with one thing as it was in the version that was measured.
+Experiments have a table of their own, and do not count in the summaries.
 
 An environment with a CUDA build of torch and what the rows import (Linux, x86-64):
 
@@ -76,6 +78,8 @@ class Row:
             ``"difference"``: it is that of two sizes of milabench.
         unit: unit of the number, and which reading of the allocator it is.
         settings: arguments of the function; ``bench`` names the bench of milabench.
+        remark: why the published number cannot be compared.
+        experiment: what is as it was in the measured version.
     """
 
     name: str
@@ -85,6 +89,8 @@ class Row:
     published: float | str | None
     unit: str
     settings: Mapping[str, Any]
+    remark: str = ""
+    experiment: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,16 @@ class Compared:
             return not isinstance(self.simulated, str)
         return self.published == self.simulated
 
+    @property
+    def is_far_off(self) -> bool:
+        """Whether the row has to be explained."""
+        return not self.is_right if self.error is None else abs(self.error) > LARGE_ERROR
+
 
 def rows_of(text: str) -> list[Row]:
-    """The rows in the text of the file."""
-    return [Row(**known) for known in json.loads(text)["rows"]]
+    """The rows in the text of the file, and after them its experiments."""
+    known = json.loads(text)
+    return [Row(**row) for row in [*known["rows"], *known["experiments"]]]
 
 
 def sizes_of(measurements: Mapping[int, float], card_mib: float) -> tuple[int, int]:
@@ -300,6 +312,31 @@ def notes_of(known: Sequence[Compared]) -> list[str]:
     return [summary(name, group) for name, group in groups.items()]
 
 
+def explanations(known: Sequence[Compared], experiments: Sequence[Compared]) -> list[str]:
+    """What explains the rows that are far off."""
+    tried = {each.row.name: each for each in experiments}
+    notes = []
+    for each in known:
+        name = each.row.name
+        if not each.is_far_off:
+            continue
+        reason = each.row.remark or "not explained"
+        if name in tried:
+            reason = f"{tried[name].row.experiment}: {columns(tried[name])['error %']} %"
+        notes.append(f"{name}, {columns(each)['error %']} %: {reason}")
+    return notes
+
+
+def table_of_experiments(known: Sequence[Compared]) -> str:
+    """The table of the experiments."""
+    rows = []
+    for each in known:
+        shown = columns(each)
+        names = ("row", "published", "simulated", "unit", "error %")
+        rows.append({**{name: shown[name] for name in names}, "as it was": each.row.experiment})
+    return f"## Experiments\n\n{markdown(rows)}"
+
+
 def main() -> None:
     if os.environ.get(CHILD):
         run_trainings()
@@ -315,9 +352,7 @@ def main() -> None:
     known = []
     for _, group in groupby(rows, key=lambda row: (row.gpu, row.kind)):
         together = list(group)
-        for row, peaks in zip(
-            together, peaks_on_stub(together, cudnn=chosen.cudnn), strict=True
-        ):
+        for row, peaks in zip(together, peaks_on_stub(together, cudnn=chosen.cudnn), strict=True):
             known.append(compared(row, peaks))
             print(columns(known[-1]), file=sys.stderr, flush=True)
     versions = []
@@ -325,15 +360,28 @@ def main() -> None:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     head = f"{machine()}, {', '.join(versions)}, cuDNN {'on' if chosen.cudnn else 'off'}"
+    experiments = [each for each in known if each.row.experiment]
+    judged = [each for each in known if not each.row.experiment]
     sources = [f"{name}: {source}" for name, source in json.loads(text)["sources"].items()]
-    table = markdown([columns(each) for each in known], [*notes_of(known), *sources])
-    print(f"{head}\n\n{table}")
+    parts = [head, markdown([columns(each) for each in judged], notes_of(judged))]
+    if far_off := explanations(judged, experiments):
+        parts.append("\n".join(["## Errors above 5 %", "", *[f"- {note}" for note in far_off]]))
+    if experiments:
+        parts.append(table_of_experiments(experiments))
+    parts.append("\n".join(["## Sources", "", *[f"- {source}" for source in sources]]))
+    page = "\n\n".join(parts)
+    print(page)
     if chosen.write:
         raw = [
-            {"row": each.row.name, "published": each.published, "simulated": each.simulated}
+            {
+                "row": each.row.name,
+                "experiment": each.row.experiment,
+                "published": each.published,
+                "simulated": each.simulated,
+            }
             for each in known
         ]
-        write_results(RESULTS, f"{head}\n\n{table}", raw)
+        write_results(RESULTS, page, raw)
 
 
 if __name__ == "__main__":

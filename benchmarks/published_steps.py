@@ -125,11 +125,20 @@ def _loss_of_tokens(network: nn.Module, settings: GptSettings, samples: int) -> 
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def vit(*, precision: str, samples: int, accumulation: int = 1, optimizer: str = "Adam") -> None:
+def vit(
+    *,
+    precision: str,
+    samples: int,
+    accumulation: int = 1,
+    optimizer: str = "Adam",
+    adam_of_june_2023: bool = False,
+) -> None:
     """Fine-tune torchvision's ViT-L/16 with Fabric, or without it where no precision is given."""
     from lightning.fabric import Fabric
     from torchvision.models import vit_l_16
 
+    if adam_of_june_2023:
+        torch._foreach_add_ = _foreach_add_with_a_copy
     network = vit_l_16()
     network.heads.head = nn.Linear(1024, 10)
     fabric = Fabric(accelerator="cuda", devices=1, precision=precision or "32-true")
@@ -164,12 +173,48 @@ def _images(samples: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.long)
 
 
+def _foreach_add_with_a_copy(tensors: list[Tensor], other: Any, **options: Any) -> None:
+    """Add a number as Adam did before pytorch/pytorch#104780: it made a list of new tensors."""
+    if isinstance(other, float):
+        torch._foreach_add(tensors, other)
+    _foreach_add_(tensors, other, **options)
+
+
+_foreach_add_ = torch._foreach_add_
+
+
+class _SoftmaxThatKeepsItsInput(torch.autograd.Function):
+    """Softmax as before pytorch/pytorch#65242, which kept its input for the backward pass too."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, dim: int) -> Tensor:
+        result = torch.softmax(x, dim)
+        context.save_for_backward(x, result)
+        context.dim = dim
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        _, result = context.saved_tensors
+        (gradient,) = gradients
+        found = torch._softmax_backward_data(gradient, result, context.dim, result.dtype)
+        return found, None
+
+
+def _softmax_of_torch_1_10(x: Tensor, dim: int) -> Tensor:
+    if torch.is_autocast_enabled("cuda"):
+        x = x.float()
+    found: Tensor = _SoftmaxThatKeepsItsInput.apply(x, dim)
+    return found
+
+
 def bert_large(
     *,
     samples: int,
     half: bool = False,
     checkpointing: bool = False,
     optimizer: str = "AdamW",
+    softmax_of_torch_1_10: bool = False,
 ) -> None:
     """Train BERT-large on 512 tokens as Trainer did in 2022, with 4 samples in each step.
 
@@ -177,6 +222,8 @@ def bert_large(
     """
     from transformers import Adafactor, BertConfig, BertForSequenceClassification
 
+    if softmax_of_torch_1_10:
+        functional.softmax = _softmax_of_torch_1_10
     config = BertConfig(
         hidden_size=1024,
         num_hidden_layers=24,
