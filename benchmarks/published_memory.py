@@ -344,7 +344,10 @@ def main() -> None:
     parser = command_line(__doc__, writes=True)
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="parts of names")
     parser.add_argument(
-        "--cudnn", action=argparse.BooleanOptionalAction, default=False, help="cuDNN on the stub"
+        "--cudnn",
+        action=argparse.BooleanOptionalAction,
+        default=os.environ.get("CUDA_STUB_CUDNN") == "1",
+        help="cuDNN on the stub; default: as CUDA_STUB_CUDNN says",
     )
     chosen = parser.parse_args()
     text = ROWS.read_text()
