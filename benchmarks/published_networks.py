@@ -132,7 +132,8 @@ class GptLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.attention(self.norm1(x))) + x
-        return self.dropout(self.forward_layers(self.norm2(x))) + x
+        result: Tensor = self.dropout(self.forward_layers(self.norm2(x))) + x
+        return result
 
 
 class Gpt(nn.Module):
@@ -174,23 +175,25 @@ def _tokens(vocabulary: int, tokens: int) -> Callable[[int], dict[str, Tensor]]:
 def _bert() -> nn.Module:
     import transformers
 
-    return transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig())
+    network: nn.Module = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig())
+    return network
 
 
 def _t5() -> nn.Module:
     """t5-small: the defaults of its configuration."""
     import transformers
 
-    return transformers.AutoModelForSeq2SeqLM.from_config(
-        transformers.T5Config(decoder_start_token_id=0)
-    )
+    config = transformers.T5Config(decoder_start_token_id=0)
+    network: nn.Module = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    return network
 
 
 def _reformer() -> nn.Module:
     import transformers
 
     config = transformers.ReformerConfig(num_buckets=128)
-    return transformers.AutoModelForMaskedLM.from_config(config)
+    network: nn.Module = transformers.AutoModelForMaskedLM.from_config(config)
+    return network
 
 
 def _whisper() -> nn.Module:
@@ -206,7 +209,8 @@ def _whisper() -> nn.Module:
         encoder_ffn_dim=1536,
         decoder_ffn_dim=1536,
     )
-    return transformers.AutoModelForAudioClassification.from_config(config)
+    network: nn.Module = transformers.AutoModelForAudioClassification.from_config(config)
+    return network
 
 
 def _sounds(samples: int) -> dict[str, Tensor]:
@@ -266,7 +270,7 @@ def _selective_contexts() -> Any:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 def _linear(width: int, other_width: int) -> nn.Linear:
@@ -308,9 +312,11 @@ class LlamaLayer(nn.Module):
         )
         query = _rotated(query, angles).type_as(value)
         key = _rotated(key, angles).type_as(value)
-        parts = (query, self._repeated(key), self._repeated(value))
         attended = functional.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in parts), is_causal=True
+            query.transpose(1, 2),
+            self._repeated(key).transpose(1, 2),
+            self._repeated(value).transpose(1, 2),
+            is_causal=True,
         )
         return attended.transpose(1, 2).reshape(samples, tokens, self.shape.width)
 

@@ -70,7 +70,8 @@ def litgpt(
     network.max_seq_length = tokens
     network = fabric.setup_module(network)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.02))
+    made = torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.02)
+    optimizer: Any = fabric.setup_optimizers(made)
     network.eval()
     with torch.no_grad():
         ids = fabric.to_device(torch.randint(0, 30000, (samples, tokens)))
@@ -104,7 +105,7 @@ def gpt(*, samples: int = 8, fused: bool = False, bfloat16: bool = False, **part
     network.train()
     for _ in range(STEPS):
         optimizer.zero_grad()
-        _loss_of_tokens(network, settings, samples).backward()
+        _loss_of_tokens(network, settings, samples).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         network.eval()
         with torch.no_grad():
@@ -127,7 +128,7 @@ def _loss_of_tokens(network: nn.Module, settings: GptSettings, samples: int) -> 
 
 def vit(
     *,
-    precision: str,
+    precision: Any,
     samples: int,
     accumulation: int = 1,
     optimizer: str = "Adam",
@@ -138,7 +139,7 @@ def vit(
     from torchvision.models import vit_l_16
 
     if adam_of_june_2023:
-        torch._foreach_add_ = _foreach_add_with_a_copy
+        torch._foreach_add_ = _foreach_add_with_a_copy  # type: ignore[assignment]
     network = vit_l_16()
     network.heads.head = nn.Linear(1024, 10)
     fabric = Fabric(accelerator="cuda", devices=1, precision=precision or "32-true")
@@ -204,7 +205,7 @@ class _SoftmaxThatKeepsItsInput(torch.autograd.Function):
 def _softmax_of_torch_1_10(x: Tensor, dim: int) -> Tensor:
     if torch.is_autocast_enabled("cuda"):
         x = x.float()
-    found: Tensor = _SoftmaxThatKeepsItsInput.apply(x, dim)
+    found: Tensor = _SoftmaxThatKeepsItsInput.apply(x, dim)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -223,7 +224,7 @@ def bert_large(
     from transformers import Adafactor, BertConfig, BertForSequenceClassification
 
     if softmax_of_torch_1_10:
-        functional.softmax = _softmax_of_torch_1_10
+        functional.softmax = _softmax_of_torch_1_10  # type: ignore[assignment]
     config = BertConfig(
         hidden_size=1024,
         num_hidden_layers=24,
@@ -268,7 +269,7 @@ def milabench_text(
         with torch.autocast("cuda", torch.float16) if is_half else nullcontext():
             outputs = made(**batch)
         loss: Tensor = outputs.loss
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         return loss, outputs if keeps_outputs else None
@@ -319,7 +320,7 @@ def milabench_images(
         chosen.zero_grad()
         with torch.autocast("cuda", torch.float16) if is_half else nullcontext():
             loss = functional.cross_entropy(made(features), targets)
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(chosen)
             scaler.update()
 
@@ -332,7 +333,7 @@ def _lightning_bench(network: nn.Module, samples: int) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = functional.cross_entropy(network(features), targets)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -360,7 +361,7 @@ def shard(*, model: str, ranks: int, samples: int, checkpointing: str) -> None:
         prediction = network(ids, angles)
         loss = functional.cross_entropy(prediction.flatten(0, 1).float(), ids.flatten())
         del prediction
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(network.parameters(), 1.0, foreach=True)
         optimizer.step()
 
