@@ -18,7 +18,7 @@ An environment with a CUDA build of torch and what the rows import (Linux, x86-6
 
     pip install -c constraints-cuda.txt -e ".[test]" torchvision transformers==4.49.0
     pip install --no-deps litgpt==0.5.13
-    # the whole table; about 15 minutes on one core
+    # the whole table; 25 minutes beside other work on two cores
     python -m benchmarks.published_memory
     # the rows whose names have one of these words; with cuDNN on the stub
     python -m benchmarks.published_memory --only bert "LoRA 1" --cudnn
