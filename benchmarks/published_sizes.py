@@ -22,7 +22,7 @@ what differed in torch 1.12: gradients are set to zero and not released, SGD is 
 weights, and there is no fused attention.
 
     # the whole table of one setting; an environment with a CUDA build of torch, timm 1.0.31 and
-    # torchvision; about an hour on one core
+    # torchvision; a quarter of an hour on one core
     python -m benchmarks.published_sizes --cudnn off --contexts 1300 426
     # some of its rows
     python -m benchmarks.published_sizes --only vgg16 pit_s_224
@@ -53,6 +53,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -471,7 +472,8 @@ def text_of(rows: list[dict[str, Any]]) -> str:
     table = markdown(
         [columns(group) for group in by_model.values()], [*notes, *contexts, *notes_on(rows)]
     )
-    return f"{machine()}, {GPU.name} with {GPU.memory_bytes:,} bytes\n\n{table}"
+    device = f"{GPU.name} with {GPU.memory_bytes:,} bytes"
+    return f"{machine()}, timm {version('timm')}, {device}\n\n{table}"
 
 
 def described(model: str, setting: Setting) -> dict[str, Any]:
@@ -542,6 +544,10 @@ def main() -> None:
                 written[key] = rows[key]
                 everything = sorted_rows(written)
                 write_results(RESULTS_PATH, text_of(everything), everything)
+    if chosen.write:
+        # The causes may be new.
+        everything = sorted_rows(written)
+        write_results(RESULTS_PATH, text_of(everything), everything)
     print(text_of(sorted_rows({key: rows[key] for key in asked})))
 
 
