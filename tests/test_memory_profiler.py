@@ -945,7 +945,7 @@ def test_allocations_that_failed_in_steps_that_went_on_are_counted(
     device_memory.num_ooms = 3
     work = failing_allocation(device_memory, at_step, catches=True)
     profiler, _ = profiled(tmp_path, Net(work))
-    text = "Allocations failed 1 times in steps that went on"
+    text = "Allocations failed 1 time in steps that went on"
     assert text in str(profiler.summary.alerts) if at_step < 6 else not profiler.summary.alerts
     assert (text in capsys.readouterr().out) == (at_step < 6)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightning_batchmem.plan.records import MIB, mib
+from lightning_batchmem.plan.records import MIB, counted, mib
 from lightning_batchmem.profile.step import Interval, Step, Times
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _SENTENCES = {
         " Read torch.cuda.max_memory_allocated(device) for another GPU."
     ),
     "failed": (
-        "Allocations failed {count} times in steps that went on: these batches were skipped, or a"
+        "Allocations failed {count} in steps that went on: these batches were skipped, or a"
         " library took an algorithm with less memory. Use a smaller batch if they were skipped."
     ),
     "data": (
@@ -115,7 +115,7 @@ class Alerts:
             self.issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
         # An error may come from another library than torch, whose allocator counts nothing then.
         if (count := interval.reading.ooms or 0) > 0 and not self._has_guard:
-            self.issue("failed", count=count)
+            self.issue("failed", count=counted(count, "time"))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None and interval.stage == self._stage:
             self._check_wait(totals.times)
