@@ -100,7 +100,7 @@ def test_the_size_holds_when_layers_are_unfrozen(search, device, callback, parts
     assert max(module.needed) == FIXED + plan.batch_size * per_sample * MIB
     assert plan.verified
     assert plan.chosen.state == f"with the layers that {name} unfreezes"
-    assert f"(verified, with the layers that {name} unfreezes)" in " ".join(str(plan).split())
+    assert f"(verified, with the layers that {name} unfreezes, " in " ".join(str(plan).split())
 
 
 def test_a_callback_that_unfreezes_everything_in_the_first_epoch_needs_no_later_state(
