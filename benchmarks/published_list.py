@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common import command_line
+
 FOLDER = Path(__file__).with_name("published")
 ALL_PATH = FOLDER / "timm_sizes.csv"
 CHOSEN_PATH = FOLDER / "timm_chosen.csv"
@@ -177,6 +179,7 @@ def candidates(
 
 
 def main() -> None:
+    command_line(__doc__).parse_args()
     # timm is only in the environment of this benchmark.
     import timm
     import torch
