@@ -35,10 +35,10 @@ class Twice:
             before.update(counts())
             return meter
 
-        def twice(runner: TrialRunner, *arguments: Any) -> Any:
+        def twice(runner: TrialRunner, *arguments: Any, **keywords: Any) -> Any:
             records = []
             for _ in range(2):
-                trial, growths = isolated(runner, *arguments)
+                trial, growths = isolated(runner, *arguments, **keywords)
                 # The clock of the stub is that of a shared machine.
                 times = {"step_seconds": None, "fastest_step_seconds": None}
                 record = asdict(replace(trial, samples_per_second=None, **times))
