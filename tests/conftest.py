@@ -1,6 +1,7 @@
 import ast
 import gc
 import inspect
+import math
 import multiprocessing
 import sys
 from functools import cache, partial
@@ -12,6 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.devices.foreign_values import begin_run
+from lightning_batchmem.plan import trials_so_far
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import FAST, quiet_trainer
 
@@ -128,6 +130,13 @@ def fit(reads_here, policy):
 def device(fake_device):
     """The fake device of a search: a budget of 500 MiB."""
     return fake_device(available_bytes=500 * 2**20)
+
+
+@pytest.fixture(autouse=True)
+def _no_note_about_speed(monkeypatch):
+    """Let no plan compare speeds: steps of tests take milliseconds, whose times vary."""
+    for name in ("FASTER_RATIO", "FASTER_RATIO_ON_HOST"):
+        monkeypatch.setattr(trials_so_far, name, math.inf)
 
 
 @pytest.fixture

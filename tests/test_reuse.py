@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem.plan import trials_so_far
 from tests.helpers import lawful
 from tests.helpers.lawful import MIB, Lawful, found_size, law
 from tests.helpers.plans import plan_with
@@ -45,6 +46,11 @@ OLD_PLAN = Plan.from_json(json.dumps(lawful.OLD_PLAN))
 
 def kinds(plan, since=0):
     return [(trial.kind, trial.batch_size) for trial in plan.trials[since:]]
+
+
+def test_the_speeds_of_an_earlier_plan_are_not_compared(again, device, earlier, monkeypatch):
+    monkeypatch.setattr(trials_so_far, "FASTER_RATIO", 0.0)
+    assert again(earlier, Lawful(device, law)).notes == earlier.notes
 
 
 def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):

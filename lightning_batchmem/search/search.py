@@ -126,6 +126,7 @@ class BatchSizeSearch:
                     chosen = None
             if why_not and found_plan is None:
                 notes.append(earlier_plan_not_used(why_not))
+        has_searched = chosen is None
         if chosen is None:
             chosen = self._search()
         of_limit = self._room.notes
@@ -140,7 +141,8 @@ class BatchSizeSearch:
         if found_plan is None:
             chosen, of_growth = self._with_growth(chosen)
         of_times: list[str] = []
-        if has_real_times and not objective_of(limits.options).times_steps:
+        # The speeds of an earlier plan are of another run.
+        if has_searched and has_real_times and not objective_of(limits.options).times_steps:
             of_times = faster_note(self._trials, chosen.batch_size, limits)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(

@@ -10,6 +10,11 @@ from lightning_batchmem.plan.trials_so_far import TrialsSoFar, faster_note
 from tests.helpers.simulated_search import limits
 
 
+@pytest.fixture(autouse=True)
+def _no_note_about_speed():
+    """Compare speeds here."""
+
+
 def timed(**by_size):
     return [
         Trial(int(name[1:]), "ok", {}, samples_per_second=float(value))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.breakdown import measure_breakdown
+from lightning_batchmem.plan import trials_so_far
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 
 BUDGET = 500 * MIB
@@ -535,7 +536,9 @@ def test_what_was_asked_for_and_not_done_is_the_first_note(search, device, tmp_p
     assert again.notes[0].startswith("The earlier plan was not used")
 
 
-def test_a_smaller_size_that_was_faster_is_named(search, device):
+def test_a_smaller_size_that_was_faster_is_named(search, device, monkeypatch):
+    monkeypatch.setattr(trials_so_far, "FASTER_RATIO", 1.1)
+
     class Slower(Lawful):
         """Takes much longer for each sample of a large batch."""
 
