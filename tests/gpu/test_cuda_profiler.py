@@ -52,7 +52,7 @@ class Keeps(BoringModel):
 
 
 @pytest.mark.parametrize("size_mib", [8, 0])
-def test_what_steps_keep_has_a_row(device, size_mib, capsys):
+def test_what_steps_keep_has_a_row(device, native, size_mib, capsys):
     breakdown = profiled(Keeps(size_mib)).summary.memory.breakdown
     # The last of 16 steps keeps its own part at its peak.
     assert breakdown.kept_bytes == 14 * size_mib * MIB
