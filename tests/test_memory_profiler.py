@@ -734,7 +734,7 @@ def test_the_memory_after_the_last_step_counts(tmp_path, device_memory, capsys):
     between = profiler.summary.memory.between_steps
     assert (between.peak_bytes, between.after_step) == (301 * MIB, 11)
     assert before_mib(tmp_path) == {}
-    assert "after step 11 and before the next one" in capsys.readouterr().out
+    assert "| after the last step " in capsys.readouterr().out
     profiler, _ = profiled(tmp_path / "quiet", Net(), max_epochs=2)
     assert profiler.summary.memory.between_bytes == 0
     assert "before the next one" not in capsys.readouterr().out

@@ -295,7 +295,7 @@ class StepRecorder:
         """Read the memory after the last step, and remove all hooks."""
         self.steady.close()
         if not self.clock.in_step:
-            self.memory.read()
+            self.memory.close()
 
     def explain_out_of_memory(self, error: BaseException, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""

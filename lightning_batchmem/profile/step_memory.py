@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,14 +25,18 @@ class PeakBetweenSteps:
     Args:
         peak_bytes: highest allocated bytes (host: resident set).
         after_step: the step of the run before it; None before the first one.
+        is_after_last: whether no step follows.
     """
 
     peak_bytes: int
     after_step: int | None
+    is_after_last: bool = False
 
     def __str__(self) -> str:
         if self.after_step is None:
             return "before the first step"
+        if self.is_after_last:
+            return "after the last step"
         return f"after step {self.after_step} and before the next one"
 
 
@@ -131,6 +135,13 @@ class StepMemory:
             self.before_bytes = max(peak_bytes, self.before_bytes or 0)
             if self.between is None or peak_bytes > self.between.peak_bytes:
                 self.between = PeakBetweenSteps(peak_bytes, self._after_step)
+
+    def close(self) -> None:
+        """Read the peak after the last step of the run."""
+        self.read()
+        between = self.between
+        if between is not None and between.after_step == self._after_step:
+            self.between = replace(between, is_after_last=True)
 
     def _has_restarted(self) -> bool:
         """Begin a new peak, and return whether that is possible."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lightning_batchmem
+from lightning_batchmem.simulated_gpu.child import VALUE_MODULES
 from lightning_batchmem.simulated_gpu.frames import project_line
 from lightning_batchmem.simulated_gpu.known import covers_its_storage, host_view
 from lightning_batchmem.simulated_gpu.operators import describe
@@ -150,7 +151,7 @@ def test_the_line_of_the_project_is_the_innermost_outside_of_packages():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_files_can_be_loaded_by_their_path_before_the_package():
     """As a process does in which Lightning is not imported yet."""
-    names = ["known", "frames", "neutral", "operators", "reads", "shapes", "values"]
+    names = list(VALUE_MODULES)
     program = f"""
 import importlib.util, sys
 for name in {names}:
