@@ -3,7 +3,8 @@
 Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryProfiler (with its
 CSV) run in one Trainer with a CSVLogger, on a small network. A profiler of Lightning times their
 hooks. Each run takes the mean over its steps after a warm-up, with the callbacks in another order;
-the table has medians over the runs.
+the table has medians over the runs. The time of a hook is that above the same hook of a callback
+that does nothing, which Lightning and the clock take.
 
 On the host the time is CPU time. Next to busy processes a hook with ``getrusage``, in which
 MemoryProfiler reads a peak, also lasts until the process runs again: the kernel counts the time of
@@ -89,6 +90,7 @@ def run(accelerator: str, interval: int, turn: int) -> dict[str, float]:
         ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
         MemoryProfiler(csv=True),
     ]
+    empty = Callback()
     profiler = HookTimes(time.thread_time if accelerator == "cpu" else time.perf_counter)
     with tempfile.TemporaryDirectory() as directory, redirect_stdout(io.StringIO()):
         arguments = {
@@ -97,25 +99,27 @@ def run(accelerator: str, interval: int, turn: int) -> dict[str, float]:
             "logger": CSVLogger(directory),
         }
         ordered = callbacks[turn % 3 :] + callbacks[: turn % 3]
-        trainer_for(ordered, steps, profiler=profiler, **arguments).fit(small())
+        trainer_for([*ordered, empty], steps, profiler=profiler, **arguments).fit(small())
     microseconds = {}
+    empty_seconds = hook_seconds(profiler, empty, steps)
     for callback in callbacks:
-        seconds = step_seconds(profiler, callback, steps)
+        seconds = sum(
+            seconds - empty_seconds[name]
+            for name, seconds in hook_seconds(profiler, callback, steps).items()
+            if getattr(type(callback), name) is not getattr(Callback, name)
+        )
         microseconds[f"{type(callback).__name__} us"] = round(1e6 * seconds, 1)
     return microseconds
 
 
-def step_seconds(profiler: SimpleProfiler, callback: Callback, steps: int) -> float:
-    """Mean time in the hooks of a callback that run once in each step, after the warm-up."""
-    kind = type(callback)
-    hooks = []
+def hook_seconds(profiler: SimpleProfiler, callback: Callback, steps: int) -> dict[str, float]:
+    """Mean time in each hook of a callback that runs once in each step, after the warm-up."""
+    means = {}
     for action, seconds in profiler.recorded_durations.items():
         owner, _, name = action.partition(".")
-        is_own = owner == f"[Callback]{kind.__name__}"
-        is_overridden = getattr(kind, name, None) is not getattr(Callback, name, "")
-        if is_own and is_overridden and len(seconds) == steps:
-            hooks.append(statistics.fmean(seconds[WARM_UP_STEPS:]))
-    return sum(hooks)
+        if owner == f"[Callback]{type(callback).__name__}" and len(seconds) == steps:
+            means[name] = statistics.fmean(seconds[WARM_UP_STEPS:])
+    return means
 
 
 def table(rows: list[dict[str, Any]]) -> str:
