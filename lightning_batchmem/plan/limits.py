@@ -16,6 +16,10 @@ _TEXTS: Mapping[str, str] = {
     "host memory": "more than {size} in the DataLoader's workers would fill the host's memory",
     "target_batch_size": "target_batch_size needs no more than {size} on a rank",
     "max_batch_size": "max_batch_size is {number}",
+    "min_steps_per_epoch": (
+        "a larger size would leave an epoch fewer than {steps} optimizer steps"
+        " (min_steps_per_epoch)"
+    ),
     "validation data": "the validation data set has no full batch of more than {size}",
 }
 _TEXTS_OF_BUDGET: Mapping[str, str] = {
@@ -69,7 +73,11 @@ class SearchLimits:
         """A clause about what limits the largest size that is allowed."""
         texts = _TEXTS_OF_BUDGET if self.options.budget else _TEXTS
         text = texts.get(self.max_reason, f"{self.max_reason} allows no more than {{size}}")
-        return text.format(size=self.unit.size(self.max_batch_size), number=self.max_batch_size)
+        return text.format(
+            size=self.unit.size(self.max_batch_size),
+            number=self.max_batch_size,
+            steps=self.options.min_steps_per_epoch,
+        )
 
     @property
     def catches_errors(self) -> bool:
