@@ -106,7 +106,7 @@ def simulate(
         gpus: names of GPUs such as RTX-4090, or sizes such as 24GiB, with commas between them.
         program: train.py and its arguments, or -m my_package.train and its arguments.
         out: a file to write the plan to, as JSON; of several GPUs a list of plans.
-        context: memory that the CUDA context takes on the device.
+        context: memory that the CUDA context takes on the GPU.
         min_steps_per_epoch: as in BatchFinder; by default the data set limits the size.
         **options: arguments of BatchFinder.
     """
@@ -159,7 +159,7 @@ def check(
     trainer: dict[str, Any] | None = None,
     gpu: str | None = None,
 ) -> int:
-    """Compare the memory of a training step with a reference, on the host or a simulated GPU.
+    """Compare the memory of a training step with a reference, on the CPU or a simulated GPU.
 
     Args:
         make: MODULE:MAKE, a function without arguments that returns a LightningModule, or (module,

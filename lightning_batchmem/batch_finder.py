@@ -63,11 +63,11 @@ def check_plan(plan: object) -> None:
 class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
-    In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to the live
-    bytes of each phase, predicts the size, rehearses the training at it, and restores weights,
-    attributes of module and datamodule, and random states. Under ``trainer.validate``, ``test`` and
-    ``predict`` it searches with forward passes, before their loaders are built. A run that resumes
-    from a checkpoint continues with the size in the checkpoint.
+    In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to what
+    tensors take in each phase, predicts the size, rehearses the training at it, and restores
+    weights, attributes of module and datamodule, and random states. Under ``trainer.validate``,
+    ``test`` and ``predict`` it searches with forward passes, before their loaders are built. A run
+    that resumes from a checkpoint continues with the size in the checkpoint.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
@@ -79,12 +79,12 @@ class BatchFinder(Callback):
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
             one within 5 % of the best samples per second that were measured. For users who
             want the shortest epoch, and not the largest batch.
-        memory_limit: the most memory that this process may hold: bytes (``2e9`` too), a text such
+        memory_limit: the most memory that this process may take: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a fraction in (0, 1] (or ``"90%"``) of what the device can provide to
             this process.
-            For a device that others use too, and for a larger size on the host. ``None``, and at
+            For a device that others use too, and for a larger size on a CPU. ``None``, and at
             most: 0.95 of it. On CUDA a limit that is given is enforced on each rank until the
-            training ends, where PyTorch's allocator can be limited. On the host the default is all
+            training ends, where PyTorch's allocator can be limited. On a CPU the default is all
             of it, and tensors get 0.25 of the room below the limit; a higher limit, even above the
             free memory, raises the size.
         max_batch_size: the largest size to consider, in samples. For users who know that larger

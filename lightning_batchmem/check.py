@@ -42,7 +42,7 @@ _TRAINER = {
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The live bytes of one phase of a step, as a line over samples.
+    """What tensors take in one phase of a step, as a line over samples.
 
     Args:
         fixed_bytes: bytes at 0 samples.
@@ -93,11 +93,11 @@ def assert_memory(
     *,
     base: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compare the memory of a training step on the host with that in a file.
+    """Compare the memory of a training step on the CPU with that in a file.
 
     A search on the CPU runs the step at 2 and 8 samples, after ``make`` was called with fixed
-    random seeds, and fits the lines of a plan to the live bytes of each phase. They are the same to
-    the byte in every process with the same versions. What a sample adds to forward, backward and
+    random seeds, and fits the lines of a plan to what tensors take in each phase. They are the same
+    to the byte in every process with the same versions. What a sample adds to forward, backward and
     optimizer step, and the fixed part of each, are compared one by one. A smaller result passes.
 
     Args:

@@ -52,7 +52,7 @@ class Variant:
 
     @property
     def memory_line(self) -> Line | None:
-        """Live bytes over samples in the phase with the peak; ``None`` without a fit."""
+        """What tensors take over samples, in the phase with the peak; ``None`` without a fit."""
         if self.plan is None or self.plan.memory is None:
             return None
         memory = self.plan.memory
@@ -104,7 +104,7 @@ class Comparison:
             numbers = _numbers(variant)
             cells = map(_with_ratio, numbers, first, _DECIMALS)
             limited_by = "failed" if variant.plan is None else variant.plan.limited_by
-            rows.append([variant.name, limited_by.replace("_", " "), *cells])
+            rows.append([variant.name, limited_by, *cells])
             if len(rows) == 1:
                 first = numbers
         lines = [table_text(_HEADINGS, rows, left=2), ""]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.plan.records import MIB, device_text
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 from lightning_batchmem.profile.step_csv import Row
 
@@ -32,7 +32,7 @@ _PURPLE = "#CC79A7"
 _STEP_LINES = {
     "reserved": (".-", _GREY),
     "peak": (".-", _BLACK),
-    "peak (validation)": ("D", _SKY),
+    "validation": ("D", _SKY),
 }
 # Without clipping, a point near size 0 is not cut off by the axis.
 _POINTS: dict[str, Any] = {"marker": "o", "linestyle": "none", "markersize": 6, "clip_on": False}
@@ -46,7 +46,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     if not any(row["peak_allocated_mib"] for row in rows):
         return None
     figure, (axes,) = _new_panels("Peak memory of each step", "step", "memory (MiB)")
-    lines: dict[str, list[tuple[int, float | None]]] = {label: [] for label in _STEP_LINES}
+    lines: dict[str, list[tuple[int, float | None]]] = {name: [] for name in _STEP_LINES}
     step = 0
     for row in rows:
         if row["stage"] == rows[0]["stage"]:
@@ -54,11 +54,16 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
             lines["reserved"].append((step, row.get("peak_reserved_mib")))
             lines["peak"].append((step, row["peak_allocated_mib"]))
         else:
-            lines["peak (validation)"].append((step, row["peak_allocated_mib"]))
-    for label, (style, color) in _STEP_LINES.items():
-        known = [point for point in lines[label] if point[1] is not None]
-        if known:
-            axes.plot(*zip(*known, strict=True), style, label=label, color=color)
+            lines["validation"].append((step, row["peak_allocated_mib"]))
+    known = {
+        name: [point for point in points if point[1] is not None] for name, points in lines.items()
+    }
+    # Only an allocator reserves memory; without one a peak is that of the process.
+    peak = "tensors" if known["reserved"] else "process"
+    labels = {"reserved": "process", "peak": peak, "validation": f"{peak} (validation)"}
+    for name, (style, color) in _STEP_LINES.items():
+        if known[name]:
+            axes.plot(*zip(*known[name], strict=True), style, label=labels[name], color=color)
     limits = [row["limit_mib"] for row in rows if row.get("limit_mib") is not None]
     _draw_limit(axes, limits[-1] if limits else None)
     return _with_legend(figure)
@@ -73,7 +78,7 @@ def plot_search(plan: Plan) -> Figure | None:
     if not any(trial.peak_bytes for trial in plan.trials if trial.outcome == "ok"):
         return None
     of_rank = " of each rank" if plan.ranks > 1 else ""
-    title = f"Memory and throughput{of_rank}{plan.device and f' on {plan.device}'}"
+    title = f"Memory and throughput{of_rank}{plan.device and f' on {device_text(plan.device)}'}"
     speeds = measured_speeds(plan.trials)
     y_labels = ["memory (MiB)", f"throughput ({plan.unit.items}/s)"]
     figure, panels = _new_panels(title, plan.unit.name, *y_labels[: 1 + bool(speeds)])
@@ -110,10 +115,8 @@ def _draw_trials(axes: Axes, plan: Plan, last_size: float) -> None:
     held = [trial.held_bytes / MIB for trial in completed]
     live = [trial.peak_bytes / MIB for trial in completed]
     if held != live:
-        axes.plot(
-            measured, live, label="live (tensors)", color=_ORANGE, fillstyle="none", **_POINTS
-        )
-    axes.plot(measured, held, label="held", color=_BLACK, **_POINTS)
+        axes.plot(measured, live, label="tensors", color=_ORANGE, fillstyle="none", **_POINTS)
+    axes.plot(measured, held, label="process", color=_BLACK, **_POINTS)
     # Failed trials are drawn at the limit, because the peak of a trial that ran out of memory is
     # not known.
     if failed:

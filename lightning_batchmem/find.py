@@ -138,7 +138,7 @@ def find_batch_size_of_loop(
             restored.
         fabric: the ``lightning.fabric.Fabric`` that set up model and optimizer.
         objective: as in :class:`~lightning_batchmem.BatchFinder`, and so are the others.
-        memory_limit: the most memory that this process may hold.
+        memory_limit: the most memory that this process may take.
         max_batch_size: the largest size to consider; ``None``: 1,048,576.
         min_batch_size: the smallest size to consider.
         multiple_of: sizes are rounded down to a multiple of it.

@@ -50,9 +50,9 @@ class MemoryProfiler(Callback):
 
     Times are wall time. A step lasts from the request of its batch to the next request, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
-    works while the host goes on: there each step has the mean time of the steps between two
+    works while the CPU goes on: there each step has the mean time of the steps between two
     readings of limit and utilization, which are at least a second apart. The wait for data begins
-    with the request of a batch, and ends on the host when the batch has arrived: the transfer to
+    with the request of a batch, and ends on the CPU when the batch has arrived: the transfer to
     the device is part of it. Throughput is the samples of this rank times the number of ranks; the
     peaks and throughputs of all ranks are exchanged after each epoch.
 
@@ -66,8 +66,8 @@ class MemoryProfiler(Callback):
             every step.
         snapshot: ``"on_oom"``: if a step runs out of memory on CUDA, write PyTorch's memory
             snapshot into ``log_dir`` (for https://pytorch.org/memory_viz). Recording it costs time
-            and host memory. A number: write that of the training step with this number, from 0, and
-            record it in this step only.
+            and memory of the CPU. A number: write that of the training step with this number, from
+            0, and record it in this step only.
         modules: whether to divide the peak of one steady training step among the modules, by what
             they own and what autograd saves for them. That step takes somewhat longer. The training
             is the same bit for bit. A step that calls ``torch.func``, or forbids the hooks of

@@ -14,7 +14,7 @@ from lightning_batchmem._lightning.parts_check import why_not_in_parts
 class OomGuard(Callback):
     """Lets a training continue where a batch runs out of memory.
 
-    If forward or backward of a batch raises an out-of-memory error, what the step held is released,
+    If forward or backward of a batch raises an out-of-memory error, what the step took is released,
     and the batch is split along its first dimension into 2 parts, or 4, 8 and so on until they fit.
     Each part runs forward and backward with its share of the loss, then the optimizer steps once.
     The gradients and the logged values are those of the whole batch up to rounding, if the loss and
@@ -22,8 +22,8 @@ class OomGuard(Callback):
 
     Where parts could not equal the whole step, it does nothing, with a warning that has the reason:
     for example with BatchNorm, hooks on gradients, metrics that ``training_step`` updates, manual
-    optimization, or several ranks. See docs/when-memory-is-short.md for the whole list, and for
-    what it cannot see.
+    optimization, or several ranks. See "When memory is short" in the documentation for the
+    whole list, and for what it cannot see.
 
     Args:
         reduction: what ``training_step`` returns: ``"mean"``, the mean over the samples of the
@@ -31,7 +31,7 @@ class OomGuard(Callback):
 
     Attributes:
         oom_splits: batches of this ``fit`` so far that ran in parts; ``None`` where the guard does
-            nothing. A MemoryProfiler in the same Trainer has them in its CSV file and its summary.
+            nothing.
 
     Raises:
         ValueError: if ``reduction`` is invalid.

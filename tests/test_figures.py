@@ -45,8 +45,8 @@ def test_memory_over_steps_shows_peaks_and_limit():
     rows = [row(0, 100, peak_reserved_mib=140, limit_mib=300), row(1, None)]
     rows += [row(2, 120, peak_reserved_mib=150, limit_mib=250), row(3, 130)]
     assert lines(plot_memory_over_steps(rows)) == {
-        "reserved": ([0, 2], [140, 150]),
-        "peak": ([0, 2, 3], [100, 120, 130]),
+        "process": ([0, 2], [140, 150]),
+        "tensors": ([0, 2, 3], [100, 120, 130]),
         # It is that of the last row that has one, over the width of the figure.
         "limit 250.0 MiB": ([0, 1], [250, 250]),
     }
@@ -63,9 +63,9 @@ def test_the_axis_ends_above_the_limit_but_the_data_can_be_read(limit, top):
 def test_a_validation_is_drawn_at_the_training_step_before_it():
     validation = [row(0, 60, stage="validate"), row(1, 50, stage="validate")]
     shown = lines(plot_memory_over_steps([row(0), row(1), *validation, row(2)]))
-    assert shown["peak (validation)"] == ([1, 1], [60, 50])
+    assert shown["process (validation)"] == ([1, 1], [60, 50])
     shown = lines(plot_memory_over_steps([row(step, 50 + step, "test") for step in range(3)]))
-    assert shown == {"peak": ([0, 1, 2], [50, 51, 52])}
+    assert shown == {"process": ([0, 1, 2], [50, 51, 52])}
 
 
 # --- a search
@@ -83,7 +83,7 @@ def test_memory_has_trials_line_limit_and_chosen_size():
     assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
     assert shown == {
-        "held": ([2, 32], [104, 164]),
+        "process": ([2, 32], [104, 164]),
         # A size that ran out of memory is drawn at the limit: its 90 MiB are no complete peak.
         "did not fit": ([48], [200]),
         "limit 200.0 MiB": ([0, 1], [200, 200]),
@@ -91,7 +91,7 @@ def test_memory_has_trials_line_limit_and_chosen_size():
     }
     held = replace(TRIALS[0], held_peak_bytes=130 * MIB)
     shown = lines(plot_search(replace(PLAN, trials=(held,))))
-    assert (shown["held"], shown["live (tensors)"]) == (([2], [130]), ([2], [104]))
+    assert (shown["process"], shown["tensors"]) == (([2], [130]), ([2], [104]))
 
 
 def test_throughput_is_below_it():
@@ -101,7 +101,7 @@ def test_throughput_is_below_it():
     assert shown["measured"] == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
     assert figure.axes[1].lines[0].get_linestyle() == "-"
     title = figure.axes[0].get_title(loc="left")
-    assert title == "Memory and throughput of each rank on host"
+    assert title == "Memory and throughput of each rank on CPU"
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 
 

@@ -580,7 +580,7 @@ def test_a_directory_that_cannot_be_written_under_the_variable(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("owner", "name", "subject"),
     [
-        (psutil, "virtual_memory", "The available memory of the host"),
+        (psutil, "virtual_memory", "The available memory of the CPU"),
         (psutil.Process, "cpu_affinity", "The CPU affinity"),
         (psutil.Process, "memory_info", ""),
         (HostMemory, "available_bytes", "The limit of the memory"),
@@ -616,7 +616,7 @@ def test_a_search_where_psutil_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", refuse)
     monkeypatch.setattr(psutil.Process, "memory_info", refuse)
     made = finder()
-    with pytest.warns(UserWarning, match="available memory of the host cannot be read"):
+    with pytest.warns(UserWarning, match="available memory of the CPU cannot be read"):
         trainer_for(tmp_path, made).fit(with_optimizer("delegating")())
     assert made.plan.verified
     assert made.plan.limit_bytes > 0

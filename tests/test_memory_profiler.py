@@ -844,7 +844,7 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     assert profiler.summary.alerts == ()
     size = finder.plan.batch_size
     # The limit of 200 MiB is 0.2 GiB, rounded up.
-    line = f"batch size {size} fits in 0.2 GiB (host, torch {torch.__version__.partition('+')[0]}"
+    line = f"batch size {size} fits in 0.2 GiB (CPU, torch {torch.__version__.partition('+')[0]}"
     assert profiler.summary.fits == f"{line}, 32-true)"
     assert profiler.summary.fits in capsys.readouterr().out
     (path,) = tmp_path.rglob("batch_plan.json")
@@ -1026,7 +1026,7 @@ def test_the_energy_of_a_run_is_read_at_its_begin_and_its_end(
     speed = profiler.summary.speed
     assert (speed.joules, speed.samples_per_joule) == (joules, joules and 48 / joules)
     assert list(readings) == []
-    text = "Energy of the device in this run: 0.6 kJ, 0.08 samples per joule"
+    text = "Energy of the GPU in this run: 0.6 kJ, 0.08 samples per joule"
     assert (text in capsys.readouterr().out) == bool(joules)
 
 

@@ -154,7 +154,7 @@ def test_a_search_on_request_and_without_a_plan(fit, device, checkpoint, tmp_pat
         (495, "host", None),
         (300, "host", "the limit was 475.0 MiB and is 285.0 MiB"),
         (600, "host", "the limit was 475.0 MiB and is 570.0 MiB"),
-        (500, "abacus", "the device was abacus and is host"),
+        (500, "abacus", "the device was abacus and is CPU"),
     ],
 )
 def test_a_search_only_where_device_or_limit_changed(

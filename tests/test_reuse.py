@@ -154,7 +154,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             500,
             Lawful,
             {},
-            "the device was another GPU and is host.",
+            "the device was another GPU and is CPU.",
         ),
         ({}, 600, Lawful, {}, "the limit was 475.0 MiB and is 570.0 MiB."),
         ({}, 452, Lawful, {}, f"{FOUND} samples ran out of memory (*)."),
@@ -286,5 +286,5 @@ def test_a_trial_that_this_version_does_not_know_is_a_note(again, earlier, tmp_p
         found = again(given)
         assert found.batch_size == FOUND
         (note,) = [note for note in found.notes if note.startswith(NOT_USED)]
-        assert note.startswith(f"{NOT_USED}this version does not know a trial of the kind ")
+        assert note.startswith(f"{NOT_USED}this version does not know a run of the kind ")
         assert note.isprintable()

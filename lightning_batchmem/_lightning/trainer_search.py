@@ -114,7 +114,7 @@ class TrainerSearch:
         """Warn of a ``memory_limit`` that the device cannot provide."""
         if self._room.is_exceeded_by_option():
             rank_zero_warn(
-                f"memory_limit={self.options.memory_limit!r} is more than the device can provide,"
+                f"memory_limit={self.options.memory_limit!r} is more than the GPU can provide,"
                 f" {mib(self._room.provided_bytes())}."
             )
 

@@ -178,7 +178,7 @@ class Unfreezing:
                 self._failed[position] = epoch
                 rank_zero_warn(
                     f"BatchFinder cannot unfreeze layers as {type(callback).__name__} will do in"
-                    f" epoch {epoch} ({error_text(error)}), so the size may not hold from then on."
+                    f" epoch {epoch} ({error_text(error)}), so the size may not fit from then on."
                     " Pass later=."
                 )
 

@@ -44,11 +44,11 @@ class MemoryBreakdown:
             copies).
         batch_bytes: the batch, as far as it is on the measured device.
         activations_bytes: the peak minus all other parts: activations, and temporary tensors of
-            backward and of the optimizer; on the host also freed memory that the heap keeps.
+            backward and of the optimizer; on a CPU also freed memory that the heap keeps.
         other_bytes: memory in use at the start of the step that is none of the above: workspaces
-            and the user's own tensors on a GPU; interpreter and libraries on the host, measured
-            before the first step because the resident set later includes memory that a step freed.
-            Negative if some tensors are not resident (swapped out, or mapped from a file and never
+            and the user's own tensors on a GPU; interpreter and libraries on a CPU, measured
+            before the first step because the process later includes memory that a step freed.
+            Negative if some tensors are not in memory (swapped out, or mapped from a file and never
             read).
         kept_bytes: what steps have kept since the step in which the parts were measured, up to the
             step with the highest peak: outputs in a list, a metric, a cache.

@@ -185,7 +185,7 @@ def workers_bytes() -> int:
 def free_bytes_of_host() -> int:
     """Return the memory of the host that is available, or that is free if only this is known."""
     available = value_or_none(
-        "The available memory of the host", lambda: int(psutil.virtual_memory().available)
+        "The available memory of the CPU", lambda: int(psutil.virtual_memory().available)
     )
     if available is not None:
         return available

@@ -63,7 +63,7 @@ def _searched(
     room = MemoryRoom(device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host())
     if room.is_exceeded_by_option() and ranks.rank == 0:
         warnings.warn(
-            f"memory_limit={options.memory_limit!r} is more than the device can provide,"
+            f"memory_limit={options.memory_limit!r} is more than the GPU can provide,"
             f" {mib(room.provided_bytes())}.",
             stacklevel=2,
         )

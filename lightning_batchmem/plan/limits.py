@@ -13,7 +13,7 @@ from lightning_batchmem.plan.unit import Unit
 # more.
 _TEXTS: Mapping[str, str] = {
     "dataset": "the data set has no more than {size} for a full batch",
-    "host memory": "more than {size} in the DataLoader's workers would fill the host's memory",
+    "CPU memory": "more than {size} in the DataLoader's workers would fill the CPU's memory",
     "target_batch_size": "target_batch_size needs no more than {size} on a rank",
     "max_batch_size": "max_batch_size is {number}",
     "min_steps_per_epoch": (

@@ -234,7 +234,7 @@ def _why_no_larger(known: TrialsSoFar, largest_size: int) -> str:
         return f"{limits.unit.size(smallest.batch_size)} {smallest.failure}"
     if limits.is_host:
         return (
-            f"on the host tensors get {known.policy.host_share:.0%} of the room below the limit,"
+            f"on a CPU tensors get {known.policy.host_share:.0%} of the room below the limit,"
             " because the system ends a process that runs out of memory. A higher memory_limit"
             " raises the size"
         )
@@ -262,6 +262,6 @@ def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
     if not could_expand or trial.held_bytes <= FRAGMENTED_RATIO * trial.peak_bytes:
         return ()
     return (
-        f"The allocator reserved {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
+        f"The process takes {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit.",
     )

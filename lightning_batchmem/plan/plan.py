@@ -21,8 +21,9 @@ class Plan:
     Args:
         chosen: the chosen size, and why.
         trials: every size that was run, in the order in which it was run.
-        limit_bytes: what this process may hold in the training.
-        device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"`` or ``"host"``.
+        limit_bytes: what this process may take in the training.
+        device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"``, or ``"host"``
+            for a CPU.
         step: the optimizer steps of a training; the default for an evaluation.
         notes: remarks on the search and the training, a sentence each; those of its parts too.
         ranks: how many processes searched together; peaks are the highest of them, times the
@@ -118,7 +119,7 @@ class Plan:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """Live bytes that the lines through the *smaller* sizes predict at ``batch_size``.
+        """Bytes that tensors take at ``batch_size``, as lines through *smaller* sizes predict.
 
         ``None`` when fewer than two of them were run.
         """
@@ -127,15 +128,15 @@ class Plan:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Live bytes at the peak of the rehearsal; ``None`` when no step had to be run."""
+        """Bytes of tensors at the peak of the rehearsal; ``None`` when no step had to be run."""
         rehearsal = self._rehearsal()
         return None if rehearsal is None else rehearsal.peak_bytes
 
     @property
     def held_peak_bytes(self) -> int | None:
-        """Bytes that this process held in the rehearsal; ``None`` when they are not known.
+        """Bytes that this process took in the rehearsal; ``None`` when they are not known.
 
-        These are the reserved bytes (CUDA) or the resident set (host).
+        On a GPU PyTorch calls them reserved bytes; on a CPU they are the resident set.
         """
         rehearsal = self._rehearsal()
         return None if rehearsal is None else rehearsal.held_peak_bytes

@@ -86,16 +86,16 @@ class SearchPolicy:
     # The limit.
 
     limit_share: float = 0.95
-    """The limit is at most this share of what a device can provide, except for the host. Source:
+    """The limit is at most this share of what a GPU can provide. Source:
     Libraries, fragmentation and other processes take the rest; `python -m benchmarks.cuda_search`.
     """
 
     probe_share: float = 0.5
-    """The last probe is at this share of the first rehearsal. Source: 0.28 found smaller sizes in
-    `python -m benchmarks.cuda_search`."""
+    """The last measurement is at this share of the first rehearsal. Source: 0.28 found smaller
+    sizes in `python -m benchmarks.cuda_search`."""
     least_growth: float = 1.5
-    """A probe is at least this multiple of the one before. Source: Closer sizes show no more of the
-    lines."""
+    """A measurement is at least at this multiple of the size before. Source: Closer sizes show no
+    more of the lines."""
     rehearsal_share: float = 0.9
     """The first rehearsal is at this share of the size that fills the limit. Source: Rounding and
     fragmentation take the rest; with 0.88 and 0.92 `python -m benchmarks.cuda_search` finds about
@@ -103,8 +103,8 @@ class SearchPolicy:
     most_share: float = 0.97
     """No rehearsal is above this share. Source: As above."""
     host_share: float = 0.25
-    """On the host one size is rehearsed, at this share. Source: An overrun there ends the process.
-    Twenty networks used up to 3.3 bytes for each live byte, and 1 / 3.3 is 0.30: `python -m
+    """On a CPU one size is rehearsed, at this share. Source: An overrun there ends the process.
+    Twenty networks used up to 3.3 bytes for each byte of tensors, and 1 / 3.3 is 0.30: `python -m
     benchmarks.search`."""
     collective_share: float = 0.85
     """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at
@@ -122,14 +122,14 @@ class SearchPolicy:
     # The steps of one size.
 
     warmup_steps: int = 1
-    """Warm-up steps of a probe, at least. Source: Optimizers get their state in a step, and
+    """Warm-up steps of a measurement, at least. Source: Optimizers get their state in a step, and
     libraries allocate memory in the first."""
     rehearsal_warmup_steps: int = 2
     """The same of a rehearsal; a retry of the allocator in them does not count. Source: The second
     step places its blocks beside the optimizer states."""
     timed_steps: int = 3
-    """Timed steps of a probe whose times count, at least. Source: The fastest of three is free of
-    most disturbances."""
+    """Timed steps of a measurement whose times count, at least. Source: The fastest of three is
+    free of most disturbances."""
     timed_seconds: float = 0.25
     """More steps are timed until all of them have taken this time. Source: Other
     work on a shared machine often slows down all steps of a tenth of a second."""

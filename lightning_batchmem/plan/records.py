@@ -23,7 +23,7 @@ TrialKind = Literal["probe", "rehearsal"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
-_DataLimit = Literal["dataset", "validation data", "host memory"]
+_DataLimit = Literal["dataset", "validation data", "CPU memory"]
 SizeLimit = Literal[_DataLimit, BoundArgument, _ShareLimit, "overfit_batches", "val_check_interval"]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 
@@ -56,6 +56,11 @@ def mib(count_bytes: float) -> str:
     return f"{round(count_bytes / MIB, decimals) + 0.0:,.{decimals}f} MiB"
 
 
+def device_text(device: str) -> str:
+    """The name of a device as a person reads it: its name in a plan, or ``"CPU"`` or ``"GPU"``."""
+    return {"host": "CPU", "cuda": "GPU"}.get(device, device)
+
+
 def counted(count: int, noun: str) -> str:
     """A number of things, e.g. ``"1 sample"`` or ``"1,024 samples"``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -66,12 +71,12 @@ class Growth:
     """What equal steps keep besides what lasts from one step to the next.
 
     Args:
-        batch_bytes: live bytes that each batch adds, at the size of the trial.
+        batch_bytes: bytes of tensors that each batch adds, at the size that was run.
         batches: the batches over which they add up: those of the training, or of an epoch if memory
             falls at its end; ``None`` if their number is unknown.
         falls_at_epoch_end: whether memory falls at the end of an epoch.
-        has_predictions: whether it is what the steps return, which Lightning keeps on the host.
-        batches_run: batches of the trial that were kept together, so that there was room for them.
+        has_predictions: whether it is what the steps return, which Lightning keeps on the CPU.
+        batches_run: batches that a rehearsal kept together, so that there was room for them.
     """
 
     batch_bytes: int
@@ -122,25 +127,25 @@ class Trial:
         outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"``
             when more was needed than the limit;
             ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
-        phase_peak_bytes: highest live bytes in each phase that ran (keys from :data:`PHASES`).
-            CUDA: bytes requested from the allocator. Host: bytes of live tensors, plus what the
-            process held before its first step.
+        phase_peak_bytes: most bytes of tensors in each phase that ran (keys from :data:`PHASES`).
+            On a GPU these are bytes requested from the allocator. On a CPU they include what the
+            process took before its first step.
         kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
             training.
-        is_exact: whether the peaks count live bytes. ``False`` where only the resident set could be
+        is_exact: whether the peaks count tensors. ``False`` where only the process could be
             measured.
-        start_bytes: live bytes before the first step; in a rehearsal on a device, before the first
-            training step.
-        held_peak_bytes: highest bytes that this process held. CUDA: reserved by the allocator.
-            Host: the resident set. ``None`` where it is not known.
-        needed_bytes: what was compared with the limit: on a device the held bytes, on the host the
-            live bytes.
-        set_aside_bytes: host memory that is taken besides the steps; 0 on a device. In the training
-            these are, by arithmetic, a checkpoint and the batches that loader workers make ahead;
-            in the search the samples that it keeps. The larger of both counts.
-        fixed_bytes: live bytes that last from one step to the next, without gradients; 0 where it
-            is not known.
-        without_gradients_bytes: highest live bytes outside an optimizer step, without gradients;
+        start_bytes: bytes of tensors before the first step; in a rehearsal on a GPU, before the
+            first training step.
+        held_peak_bytes: most bytes that this process took. On a GPU PyTorch calls them reserved
+            bytes, on a CPU they are the resident set. ``None`` where they are not known.
+        needed_bytes: what was compared with the limit: on a GPU what the process takes, on a CPU
+            what tensors take.
+        set_aside_bytes: memory of the CPU that is taken besides the steps; 0 on a GPU. In the
+            training these are, by arithmetic, a checkpoint and the batches that loader workers make
+            ahead; in the search the samples that it keeps. The larger of both counts.
+        fixed_bytes: bytes of tensors that last from one step to the next, without gradients; 0
+            where it is not known.
+        without_gradients_bytes: most bytes of tensors outside an optimizer step, without gradients;
             0 where gradients are not counted apart.
         allocator_retries: how often the allocator released its cache in steps of a kind and size
             that came before, once every optimizer has its state.
@@ -185,12 +190,12 @@ class Trial:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest live bytes inside a step, over all phases; 0 when nothing was measured."""
+        """Most bytes of tensors inside a step, over all phases; 0 when nothing was measured."""
         return max(self.phase_peak_bytes.values(), default=0)
 
     @property
     def held_bytes(self) -> int:
-        """Highest bytes that this process held; live bytes where it is not known."""
+        """Most bytes that this process took; those of tensors where it is not known."""
         return self.peak_bytes if self.held_peak_bytes is None else self.held_peak_bytes
 
     @property
@@ -201,7 +206,7 @@ class Trial:
 
     @property
     def sample_bytes(self) -> float:
-        """The most live bytes that a further sample may add; gradients do not grow."""
+        """The most bytes of tensors that a further sample may add; gradients do not grow."""
         highest_bytes = self.without_gradients_bytes or self.fixed_bytes + self.growing_bytes
         return max(1, highest_bytes - self.fixed_bytes) / self.batch_size
 
@@ -247,10 +252,10 @@ class Trial:
 
     @classmethod
     def worst_of(cls, trials: Iterable[Trial]) -> Trial:
-        """Combine trials of one batch size.
+        """Combine what was run at one batch size.
 
         The result has the worst outcome, the highest peaks and the slowest step. It is a rehearsal
-        if a trial with this outcome is.
+        if one with this outcome is.
         """
         trials = list(trials)
         worst = min(trials, key=_rank)
@@ -335,13 +340,13 @@ class MemoryModel:
     """Peak memory of a step as a function of the batch size: the highest of one line per phase.
 
     Args:
-        lines: phase -> line in live bytes over samples; see :class:`Trial`.
+        lines: phase -> line of the bytes of tensors over samples; see :class:`Trial`.
     """
 
     lines: Mapping[str, Line]
 
     def predict_bytes(self, batch_size: float) -> float:
-        """Expected peak in live bytes.
+        """Expected peak of tensors in bytes.
 
         It is a lower bound beyond the sizes that were run, because the peak may bend upward there.
         """

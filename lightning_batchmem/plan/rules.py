@@ -95,10 +95,10 @@ def _not_verified(known: TrialsSoFar) -> Chosen:
     size = trial.batch_size
     reason = (
         f"{limits.unit.size(size)}, the smallest size allowed: its tensors fit, but the"
-        f" process held {mib(trial.held_bytes)}, more than the limit."
+        f" process took {mib(trial.held_bytes)}, more than the limit."
     )
     note = (
-        f"The process holds more than the limit of {mib(limits.limit_bytes)} at every size."
+        f"The process takes more than the limit of {mib(limits.limit_bytes)} at every size."
         " Raise memory_limit, or use a smaller model."
     )
     return Chosen(size, "memory", reason, (note,), is_verified=False)

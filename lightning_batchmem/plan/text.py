@@ -21,12 +21,14 @@ NOT_RESTORED = (
 
 # In columns.
 _WIDTH = 80
-_HEADINGS = ("run", "result", "size", "live MiB", "held MiB", "ms")
+_HEADINGS = ("run", "fits", "size", "tensors MiB", "process MiB", "ms")
+_KINDS = {"probe": "few steps"}
 _OUTCOMES = {
-    "ok": "ok",
-    "out_of_memory": "no memory",
-    "over_limit": "too large",
-    "allocator_retry": "retries",
+    "ok": "yes",
+    "out_of_memory": "OOM",
+    "over_limit": "no",
+    # Only if the allocator releases its cache and tries again.
+    "allocator_retry": "retry",
 }
 
 
@@ -155,18 +157,18 @@ def _known_sizes(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """What the process held and what it may hold, and then its live bytes; all of it in MiB."""
+    """What the process took, its limit, and what tensors took of it; all of it in MiB."""
     limit = mib(plan.limit_bytes)
     parts = [f"limit {limit}"]
     if plan.held_peak_bytes is not None:
-        parts = [f"held {_number_of_mib(plan.held_peak_bytes)} of the limit of {limit}"]
-    live = []
+        parts = [f"process {_number_of_mib(plan.held_peak_bytes)} of the limit of {limit}"]
+    tensors = []
     if plan.measured_peak_bytes is not None:
-        live.append(f"live {_number_of_mib(plan.measured_peak_bytes)}")
+        tensors.append(f"tensors {_number_of_mib(plan.measured_peak_bytes)}")
     if plan.predicted_peak_bytes is not None:
-        live.append(f"predicted {_number_of_mib(plan.predicted_peak_bytes)}")
-    if live:
-        parts.append(", ".join(live))
+        tensors.append(f"predicted {_number_of_mib(plan.predicted_peak_bytes)}")
+    if tensors:
+        parts.append(", ".join(tensors))
     if plan.ranks > 1 and plan.measured_peak_bytes is not None:
         total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, plan.measured_peak_bytes)
         parts.append(f"all ranks at most {_number_of_mib(total_bytes)}")
@@ -204,6 +206,7 @@ def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
         times[0] = f"{milliseconds:,.{decimals}f}"
     if trial.samples_per_second:
         times[1] = f"{plan.ranks * trial.samples_per_second:,.0f}"
-    # Another version has other outcomes.
+    # Another version has other kinds and outcomes.
+    kind = _KINDS.get(trial.kind, trial.kind)
     outcome = _OUTCOMES.get(trial.outcome, trial.outcome)
-    return (trial.kind, outcome, str(trial.batch_size), *memory, *times)
+    return (kind, outcome, str(trial.batch_size), *memory, *times)

@@ -23,11 +23,11 @@ _SENTENCES = {
         " of {limit} at about step {end}. {advice}"
     ),
     "nearly full": (
-        "The peak, {peak}, is above 95% of the {limit} that this process may hold. Use a smaller"
+        "The peak, {peak}, is above 95% of the limit of {limit}. Use a smaller"
         " batch, or recompute activations (torch.utils.checkpoint)."
     ),
     "elsewhere": (
-        "Parameters, buffers and optimizer states take {places}, which is no part of this profile."
+        "Parameters, buffers and optimizer states take {places}, which is not part of this profile."
         " Read torch.cuda.max_memory_allocated(device) for another GPU."
     ),
     "failed": (

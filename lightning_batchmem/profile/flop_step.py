@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_batchmem.devices import device_name
+from lightning_batchmem.plan.records import device_text
 
 # Operators with such names multiply matrices. Those of the second pattern compute what follows the
 # multiplication, or reorder weights.
@@ -139,7 +140,7 @@ class FlopStep:
                 self._peak_flops = peak_flops(self._device, self._precision)
             if self._peak_flops is None:
                 self.why_not = (
-                    f"No MFU: the peak of {device_name(self._device)} with precision"
+                    f"No MFU: the peak of {device_text(device_name(self._device))} with precision"
                     f" {self._precision} is unknown. Set peak_flops."
                 )
 

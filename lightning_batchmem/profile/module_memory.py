@@ -58,7 +58,7 @@ class PeakByModule:
     """The bytes at the peak of a step, by module.
 
     Args:
-        modules: every module that holds memory, in the order of ``named_modules()``; empty if they
+        modules: every module that takes memory, in the order of ``named_modules()``; empty if they
             could not be measured.
         peak_bytes: the peak of the step; None if it is unknown.
         batch_size: samples of the step; None if its batch does not show them.

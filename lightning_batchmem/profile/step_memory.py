@@ -23,7 +23,7 @@ class PeakBetweenSteps:
     """The highest memory between two steps, in a hook or a callback.
 
     Args:
-        peak_bytes: highest allocated bytes (host: resident set).
+        peak_bytes: most bytes of tensors (CPU: of the process).
         after_step: the step of the run before it; None before the first one.
         is_after_last: whether no step follows.
     """

@@ -20,12 +20,12 @@ class RunMemory:
     """Memory of the steps of a run.
 
     Args:
-        peak_bytes: highest allocated bytes in a step (host: resident set); None if memory cannot be
-            measured.
+        peak_bytes: most bytes that tensors took in a step (CPU: the process); None if memory cannot
+            be measured.
         peak_step: the step of this peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
-        peak_reserved_bytes: highest reserved bytes; None if the device reserves none.
-        limit_bytes: bytes that this process may hold, at the last reading: the limit of the device,
+        peak_reserved_bytes: most bytes that the process took on a GPU; None on a CPU.
+        limit_bytes: bytes that this process may take, at the last reading: the limit of the device,
             or of a BatchFinder's plan.
         breakdown: parts of the memory at the highest peak of the steady state, which begins with
             the first step after an optimizer step (in an evaluation: with the second step); None if
@@ -33,12 +33,12 @@ class RunMemory:
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
         validation_peak_bytes: highest allocated bytes in a step of the validations of a training;
             None without them.
-        graph_steps: steps that replayed CUDA graphs. Their live peak is not known, so
+        graph_steps: steps that replayed CUDA graphs. The peak of their tensors is not known, so
             ``peak_bytes`` has only the other steps.
         is_planned: whether the limit is that of a BatchFinder's plan.
         between_steps: the highest memory between two steps, as far as it was read there; None if it
             was not.
-        workers_bytes: on the host the highest memory of loader workers, without what they share
+        workers_bytes: on a CPU the highest memory of loader workers, without what they share
             with this process; None without workers. It is not part of the peak.
     """
 
@@ -107,14 +107,14 @@ class RunMemory:
 
     @property
     def held_bytes(self) -> int:
-        """The most that a rank held: reserved bytes (host: resident set); 0 if it is unknown."""
+        """The most that the process of a rank took; 0 if it is unknown."""
         peaks = (self.peak_bytes, self.peak_reserved_bytes, self.validation_peak_bytes)
         known = [peak for peak in (*peaks, *self.rank_peaks_bytes) if peak is not None]
         return max(self.between_bytes, *known) if known else 0
 
     @property
     def cached_bytes(self) -> int | None:
-        """Reserved bytes beyond the highest allocated bytes; None if the device reserves none."""
+        """Bytes of the process beyond those of tensors on a GPU; None on a CPU."""
         if self.peak_reserved_bytes is None or self.peak_bytes is None:
             return None
         return max(0, self.peak_reserved_bytes - max(self.peak_bytes, self.between_bytes))
@@ -132,10 +132,10 @@ class RunSpeed:
         items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without
             it.
         data_wait_share: share of wall time before the batch arrived, 0 to 1; None if unknown.
-        busy_percent: mean utilization of the device in the steps, 0 to 100 (host: of the cores of
+        busy_percent: mean utilization of the device in the steps, 0 to 100 (CPU: of the cores of
             this process); None if it cannot be read.
-        cores: how many cores this process may use, for ``busy_percent`` of the host; None on a
-            device.
+        cores: how many cores this process may use, for ``busy_percent`` of the CPU; None on a
+            GPU.
         first_step_seconds: time of the first step; None if it is unknown.
         joules: energy of this rank's GPU from the begin to the end of the run, with evaluations,
             pauses and other processes on it; None where NVML does not count it.
@@ -178,7 +178,8 @@ class Summary:
     The call is one of ``fit``, ``validate``, ``test`` and ``predict``.
 
     Args:
-        device: ``"cuda"`` or ``"host"``; the device type if its memory cannot be measured.
+        device: ``"cuda"``, or ``"host"`` for a CPU; the device type if its memory cannot be
+            measured.
         stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
         steps: number of steps.
         memory: their memory.
@@ -189,7 +190,7 @@ class Summary:
         flops: the floating-point operations, with ``MemoryProfiler(flops=True)``; None without it.
         alerts: the alerts of the run, in their order.
         fits: a line for a README or an issue, with the size of a BatchFinder's plan, the memory
-            that was held, and where; empty without a plan, and after an error.
+            that it takes, and where; empty without a plan, and after an error.
     """
 
     device: str

@@ -11,7 +11,7 @@ import torch
 
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.printing import table_text
-from lightning_batchmem.plan.records import counted, mib
+from lightning_batchmem.plan.records import counted, device_text, mib
 from lightning_batchmem.profile.alerts import STAGES
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 
@@ -30,7 +30,7 @@ def summary_text(summary: Summary) -> str:
     """Return what limits a run, its tables, and its other numbers below them."""
     blocks = [summary.conclusion]
     if summary.memory.peak_bytes is not None:
-        title = f"Memory of a {STAGES[summary.stage]} step ({summary.device})"
+        title = f"Memory of a {STAGES[summary.stage]} step ({device_text(summary.device)})"
         blocks.append(f"{title}\n{_memory_table(summary.memory)}")
     if summary.modules is not None and not summary.modules.why_not:
         title = "Memory by module at the peak of a step"
@@ -65,7 +65,7 @@ def _memory_table(memory: RunMemory) -> str:
         if breakdown.kept_bytes:
             share = f"{breakdown.kept_bytes / peak_bytes:.1%}"
             rows.append((f"kept since step {breakdown.step}", mib(breakdown.kept_bytes), share))
-    peak_name = "peak, held by this process" if is_resident_set else "peak, live"
+    peak_name = "peak of the process" if is_resident_set else "peak of the tensors"
     rows.append((peak_name, mib(peak_bytes), "100.0%"))
     for name, beyond_bytes in (
         (str(memory.between_steps), memory.between_bytes or None),
@@ -127,7 +127,7 @@ def fits_text(plan: Plan, memory: RunMemory, device: str, precision: str) -> str
     size = f"{plan.unit.name} {plan.unit.number(plan.batch_size)}"
     ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     held_gib = math.ceil(10 * memory.held_bytes / 2**30) / 10
-    place = f"{device}, torch {torch.__version__.partition('+')[0]}, {precision}"
+    place = f"{device_text(device)}, torch {torch.__version__.partition('+')[0]}, {precision}"
     return f"{size}{ranks} fits in {held_gib:,.1f} GiB ({place})"
 
 
@@ -144,7 +144,7 @@ def _caption(summary: Summary) -> Iterator[str]:
             step = "" if memory.breakdown is None else f", as read in step {memory.breakdown.step}"
             yield f"Phase of the highest peak: {phase}{'' if phase == 'evaluation' else step}"
     if memory.peak_reserved_bytes is not None:
-        yield f"Reserved: {mib(memory.peak_reserved_bytes)}"
+        yield f"Highest memory of the process: {mib(memory.peak_reserved_bytes)}"
     if memory.limit_bytes is not None:
         yield f"Limit of this process: {mib(memory.limit_bytes)}"
     yield _speed(summary.steps, speed)
@@ -161,11 +161,11 @@ def _caption(summary: Summary) -> Iterator[str]:
         busy = f"{speed.busy_percent:.1f}% busy"
         if speed.cores is None:
             # The driver counts the time in which any process runs a kernel.
-            yield f"Device: {busy}, of all processes on it"
+            yield f"GPU: {busy}, of all processes on it"
         else:
             yield f"Cores of this process ({speed.cores:g}): {busy}"
     if speed.joules is not None:
-        text = f"Energy of the device in this run: {speed.joules / 1e3:,.4g} kJ"
+        text = f"Energy of the GPU in this run: {speed.joules / 1e3:,.4g} kJ"
         if speed.samples_per_joule is not None:
             text += f", {speed.samples_per_joule:,.4g} samples per joule"
         yield text
@@ -196,7 +196,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
     if memory.graph_steps:
         yield (
             f"{memory.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
-            " the allocator. Only the reserved memory includes it."
+            " the allocator. Only that of the process includes it."
         )
     elif breakdown is None and memory.peak_bytes is not None:
         yield f"No breakdown: {start} did not come, or could not be measured."
@@ -204,7 +204,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
         yield f"The highest peak came before {start}; the breakdown is that of the steps after it."
     if breakdown is not None and breakdown.other_bytes < 0:
         yield (
-            '"Other" is negative: some tensors are not resident (swapped out, or mapped from a'
+            '"Other" is negative: some tensors are not in memory (swapped out, or mapped from a'
             " file)."
         )
 

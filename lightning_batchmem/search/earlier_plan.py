@@ -15,7 +15,7 @@ from torch.nn import Module
 from lightning_batchmem.plan.json_fields import read_small
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import Chosen, SizeLimit, Trial, mib
+from lightning_batchmem.plan.records import Chosen, SizeLimit, Trial, device_text, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.search.ranks import Ranks
 
@@ -85,7 +85,7 @@ def find_earlier_plan(
         unknown = next((trial for trial in plan.trials if not trial.is_known), None)
         if unknown is not None:
             changes = [
-                f"this version does not know a trial of the kind {unknown.kind[:80]!r} with the"
+                f"this version does not know a run of the kind {unknown.kind[:80]!r} with the"
                 f" outcome {unknown.outcome[:80]!r}"
             ]
         elif not ((plan.verified or plan.simulated) and plan.parameters):
@@ -132,7 +132,7 @@ def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:
     changes = []
     # The real device has another name.
     if device != plan.device and not plan.simulated:
-        changes.append(_changed("device", plan.device, device))
+        changes.append(_changed("device", device_text(plan.device), device_text(device)))
     if abs(limit_bytes - plan.limit_bytes) > LIMIT_TOLERANCE * plan.limit_bytes:
         changes.append(_changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
     return changes

@@ -102,14 +102,14 @@ def search_limits(
     held_bytes = room.device.current().allocated_bytes
     if room.memory_limit is not None and limit_bytes <= held_bytes:
         raise ValueError(
-            f"memory_limit must be above the {mib(held_bytes)} that the process already holds, got"
+            f"memory_limit must be above the {mib(held_bytes)} that the process already takes, got"
             f" {mib(limit_bytes)}"
         )
     if program.training is None:
         options = replace(options, target_batch_size=None)
     bounds: list[Bound] = [*program.bounds(), *options.bounds]
     if not room.device.is_host:
-        bounds.append((_largest_in_host_memory(program, room, options), "host memory"))
+        bounds.append((_largest_in_host_memory(program, room, options), "CPU memory"))
     # Of equal bounds max_batch_size is named first, and other arguments last.
     bound = min(bounds, key=lambda bound: (bound[0], bound[1] != "max_batch_size"))
     search_bytes = limit_bytes - room.later_bytes

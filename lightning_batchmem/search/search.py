@@ -274,7 +274,7 @@ class BatchSizeSearch:
         )
         # A size that ran out of memory needed more than was measured.
         needed_bytes = max(breakdown.peak_bytes, limits.limit_bytes)
-        text = f"At {limits.unit.size(trial.batch_size)} the memory held {breakdown}"
+        text = f"At {limits.unit.size(trial.batch_size)} the memory consisted of {breakdown}"
         if trial.set_aside_bytes:
             set_aside = mib(trial.set_aside_bytes)
             text += f"; samples, or DataLoader workers and a checkpoint take {set_aside} more"

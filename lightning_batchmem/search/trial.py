@@ -33,7 +33,7 @@ from lightning_batchmem.search.rehearsal import growth_over_epochs, rehearse
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
 
 LIVE_BYTES_NOT_COUNTED = (
-    "Live tensors could not be counted, so the memory of the whole process was measured instead."
+    "The tensors could not be counted, so the memory of the whole process was measured instead."
 )
 
 

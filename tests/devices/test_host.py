@@ -126,7 +126,7 @@ def test_the_free_memory_is_the_room_where_the_available_is_not_known(monkeypatc
     pages = {"SC_AVPHYS_PAGES": 300, "SC_PAGE_SIZE": MIB}
     monkeypatch.setattr(host.os, "sysconf", pages.__getitem__)
     device_memory = HostMemory()
-    with pytest.warns(UserWarning, match="available memory of the host cannot be read: AccessDen"):
+    with pytest.warns(UserWarning, match="available memory of the CPU cannot be read: AccessDen"):
         room_bytes = device_memory.available_bytes() - device_memory.current().allocated_bytes
     assert room_bytes == pytest.approx(300 * MIB, abs=4 * MIB)
 

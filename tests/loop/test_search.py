@@ -295,7 +295,7 @@ def test_a_scheduler_that_was_not_passed_is_named():
 
 
 def test_a_limit_that_the_device_cannot_provide(lawful):
-    with pytest.warns(UserWarning, match="more than the device can provide, 500.0 MiB"):
+    with pytest.warns(UserWarning, match="more than the GPU can provide, 500.0 MiB"):
         found(lawful, memory_limit=10**12, max_batch_size=4)
 
 

@@ -221,7 +221,8 @@ def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
             "batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0",
+            "  memory    process 180.0 of the limit of 200.0 MiB; tensors 164.0, predicted\n"
+            "            164.0",
             "  line      100.0 MiB + 2.0 MiB a sample (forward)",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
@@ -229,12 +230,12 @@ def test_the_text_of_a_plan():
             "  restored  the attributes of the objects that the search was given. Not",
             "            restored: what steps change in classes, functions, default",
             "            arguments, global variables, caches, and behind weak references.",
-            "| run       | result    | size | live MiB | held MiB |   ms | samples/s |",
-            "|-----------|-----------|------|----------|----------|------|-----------|",
-            "| probe     | ok        |    2 |    104.0 |          | 12.0 |       167 |",
-            "| probe     | ok        |    8 |    116.0 |          |      |           |",
-            "| rehearsal | too large |   64 |    228.0 |    250.0 |      |           |",
-            "| rehearsal | ok        |   32 |    164.0 |    180.0 | 40.0 |       800 |",
+            "| run       | fits | size | tensors MiB | process MiB |   ms | samples/s |",
+            "|-----------|------|------|-------------|-------------|------|-----------|",
+            "| few steps | yes  |    2 |       104.0 |             | 12.0 |       167 |",
+            "| few steps | yes  |    8 |       116.0 |             |      |           |",
+            "| rehearsal | no   |   64 |       228.0 |       250.0 |      |           |",
+            "| rehearsal | yes  |   32 |       164.0 |       180.0 | 40.0 |       800 |",
         ]
     )
 
@@ -256,8 +257,8 @@ def test_the_text_has_what_else_a_person_should_know():
         "batch size 32 on each of 2 ranks, limited by target_batch_size, not verified"
     )
     for row in (
-        "memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0;\n"
-        "            all ranks at most 360.0",
+        "memory    process 180.0 of the limit of 200.0 MiB; tensors 164.0, predicted\n"
+        "            164.0; all ranks at most 360.0",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2\n"
         "            instead of 0.1",
         "note      a note",
@@ -267,7 +268,7 @@ def test_the_text_has_what_else_a_person_should_know():
     without_held = replace(
         PLAN, trials=(*PLAN.trials[:-1], replace(PLAN.trials[-1], held_peak_bytes=None))
     )
-    assert "  memory    limit 200.0 MiB; live 164.0, pr" in str(without_held)
+    assert "  memory    limit 200.0 MiB; tensors 164.0, pr" in str(without_held)
 
 
 def test_a_notebook_shows_the_text_and_a_list_one_line():
@@ -309,7 +310,8 @@ def test_the_short_text_has_the_reason_and_one_note():
     assert plan.short_text() == "\n".join(
         [
             "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    held 180.0 of the limit of 200.0 MiB; live 164.0, predicted 164.0",
+            "  memory    process 180.0 of the limit of 200.0 MiB; tensors 164.0, predicted\n"
+            "            164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  why       32 samples: it passed a rehearsal, and the limit leaves little room",

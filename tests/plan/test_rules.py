@@ -170,7 +170,7 @@ def test_a_process_of_the_host_that_holds_more_than_the_limit_gets_a_smaller_siz
 def test_a_process_of_the_host_that_holds_too_much_at_every_size():
     plan = drive(holding(LIMIT), limits(is_host=True)).plan
     assert (plan.batch_size, plan.verified) == (1, False)
-    assert "the process held" in plan.reason
+    assert "the process took" in plan.reason
     assert "Raise memory_limit" in plan.notes[0]
 
 
@@ -418,7 +418,7 @@ def test_one_size_is_rehearsed_on_the_host(run, changes, expected, size):
 def test_the_plan_states_why_the_size_stays_far_from_the_limit_of_the_host():
     chosen = drive(device(STRAIGHT), limits(is_host=True)).step
     assert chosen.reason == (
-        "75 samples: on the host tensors get 25% of the room below the limit, because the system"
+        "75 samples: on a CPU tensors get 25% of the room below the limit, because the system"
         " ends a process that runs out of memory. A higher memory_limit raises the size."
     )
 

@@ -131,7 +131,7 @@ def test_nearly_full(planned_bytes, allowed_mib):
     for _ in range(2):
         rules.take(interval(step(0, 8, allowed_mib * MIB + 1), reading=limit))
     (sentence,) = sentences
-    assert f"The peak, {allowed_mib:,}.0 MiB, is above 95% of the 1,000.0 MiB" in sentence
+    assert f"The peak, {allowed_mib:,}.0 MiB, is above 95% of the limit of 1,000.0 MiB" in sentence
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_the_unknown_peak_of_a_cpu_leaves_out_the_mfu_only(tmp_path, capsys):
     _, recorder = train(tmp_path, profiler)
     assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
     assert profiler.summary.flops.mfu_pct is None
-    sentence = "No MFU: the peak of host with precision 32-true is unknown. Set peak_flops."
+    sentence = "No MFU: the peak of CPU with precision 32-true is unknown. Set peak_flops."
     assert profiler.summary.flops.why_not == sentence
     assert sentence in capsys.readouterr().out
     assert "throughput/tflops_per_device" in recorder.ours[-1][1]

@@ -81,7 +81,7 @@ def test_every_part_with_its_share():
         "activations, and freed memory that is kept": ("1,500.0 MiB", "75.0%"),
         "batch data": ("50.0 MiB", "2.5%"),
         "other (interpreter, libraries)": ("50.0 MiB", "2.5%"),
-        "peak, held by this process": ("2,000.0 MiB", "100.0%"),
+        "peak of the process": ("2,000.0 MiB", "100.0%"),
     }
 
 
@@ -91,20 +91,20 @@ def test_every_part_with_its_share():
         (
             SUMMARY,
             ["2,000.0 MiB at step 37 (64 samples)", "8,192.0 MiB", "1,200 steps of 12.5 ms"],
-            ["Reserved", "workers"],
+            ["Highest memory of the process", "workers"],
         ),
         (
             SUMMARY,
             ["1,234.5 samples/s", "25.0% of the time waiting for data"],
-            ["No breakdown", "not resident"],
+            ["No breakdown", "not in memory"],
         ),
         (
             CUDA,
             [
-                "Reserved: 2,100.0 MiB",
+                "Highest memory of the process: 2,100.0 MiB",
                 # Only an allocator tells freed memory apart.
                 "activations and temporaries | 1,500.0 MiB",
-                "peak, live | 2,000.0 MiB",
+                "peak of the tensors | 2,000.0 MiB",
                 "cached, unused | 100.0 MiB",
                 "other (workspaces, kept tensors)",
                 "outside the allocator | 512.0 MiB",
@@ -113,12 +113,12 @@ def test_every_part_with_its_share():
         ),
         (
             with_speed(CUDA, joules=12_345.0, samples_per_joule=6.25),
-            ["Energy of the device in this run: 12.35 kJ, 6.25 samples per joule"],
+            ["Energy of the GPU in this run: 12.35 kJ, 6.25 samples per joule"],
             [],
         ),
         (
             with_speed(CUDA, joules=12_345.0),
-            ["Energy of the device in this run: 12.35 kJ"],
+            ["Energy of the GPU in this run: 12.35 kJ"],
             ["per joule"],
         ),
         (CUDA, [], ["Energy"]),
@@ -177,7 +177,7 @@ def test_every_part_with_its_share():
             ["No table of the modules: why."],
             ["Memory by module"],
         ),
-        (VALIDATION, ["Memory of a validation step (host)"], ["of the validation"]),
+        (VALIDATION, ["Memory of a validation step (CPU)"], ["of the validation"]),
         (
             UNKNOWN,
             ["No breakdown: the first step after an optimizer step did not come"],
@@ -191,7 +191,7 @@ def test_every_part_with_its_share():
         ),
         (
             with_memory(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)),
-            ["are not resident"],
+            ["are not in memory"],
             [],
         ),
     ],
@@ -241,7 +241,7 @@ def test_what_limits_the_run_is_the_first_line():
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
     assert "Cores of this process (2): 96.0% busy" in busy
     assert "of all processes" not in "".join(busy)
-    assert "Device: 20.0% busy, of all processes on it" in lines(
+    assert "GPU: 20.0% busy, of all processes on it" in lines(
         with_speed(CUDA, busy_percent=20.0)
     )
     # The search may have found that larger batches are slower.

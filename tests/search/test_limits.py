@@ -65,9 +65,9 @@ def test_free_host_memory_limits_the_size(fake_device):
 
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
     program.bytes_per_waiting_sample = 3 * KIB
-    assert largest(1) == (200, "host memory")
-    assert largest(2) == (100, "host memory")
-    assert largest(500) == (1, "host memory")
+    assert largest(1) == (200, "CPU memory")
+    assert largest(2) == (100, "CPU memory")
+    assert largest(500) == (1, "CPU memory")
     device.as_host()
     # On the host the workers count in every trial instead.
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")

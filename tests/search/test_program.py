@@ -58,13 +58,13 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
         search = BatchSizeSearch(program, budget, options, POLICY, Ranks(0, 1), progress)
         result = search.run(device="abacus")
     full_steps = [trial.full_steps for trial in result.trials]
-    probe_steps = [text for text in texts if text.startswith("trial 1, ")]
+    probe_steps = [text for text in texts if text.startswith("run 1, ")]
     assert len(probe_steps) == full_steps[0]
-    assert texts[0] == "trial 1, step 1, probe of size 2"
-    assert probe_steps[-1] == f"trial 1, step {full_steps[0]}, probe of size 2"
-    last = f"trial {len(full_steps)}, step {full_steps[-1]}, rehearsal of size 354"
+    assert texts[0] == "run 1, step 1, size 2"
+    assert probe_steps[-1] == f"run 1, step {full_steps[0]}, size 2"
+    last = f"run {len(full_steps)}, step {full_steps[-1]}, rehearsal of size 354"
     assert texts[-1].startswith(last)
-    assert progress.tasks[0].description == f"{len(full_steps)} trials"
+    assert progress.tasks[0].description == f"{len(full_steps)} runs"
 
 
 def test_a_search_needs_no_lightning(device):
@@ -155,7 +155,7 @@ def test_a_failure_has_the_memory_breakdown(device):
     with LiveStorages():
         reason = failure_of(program)
     assert reason.startswith("Nothing fits")
-    assert "At 2 samples the memory held" in reason
+    assert "At 2 samples the memory consisted of" in reason
     assert "workers and a checkpoint take 2.0 MiB more. Use a smaller model" in reason
 
 
@@ -181,7 +181,7 @@ def test_loader_workers_count_on_the_host(device):
     most = next(size for size in range(10**6) if law(size) + size * MIB > 500 * MIB)
     assert size == int(0.25 * most) < 100
     assert chosen.needed_bytes == law(size)
-    assert any("Live tensors could not be counted" in note for note in result.notes)
+    assert any("The tensors could not be counted" in note for note in result.notes)
 
 
 class SampledSteps(FakeSteps):
