@@ -40,8 +40,8 @@ class MemoryProfiler(Callback):
     Every step of training, validation, test and prediction becomes a row of
     ``memory_per_batch.csv`` in ``trainer.log_dir``. All loggers of the Trainer get the highest
     peaks, the mean times and the throughput since the previous log, at ``log_every_n_steps`` and at
-    the end. An evaluation is logged at its end, with its stage as prefix
-    (``validate/peak_allocated_mib``). At the end a line has what limits the run, a table shows the
+    the end. An evaluation is logged at its end, with its stage as suffix
+    (``memory/used_pct_validate``). At the end a line has what limits the run, a table shows the
     memory breakdown, and :attr:`summary` contains the same as data. With the extra ``plot``,
     ``python -m lightning_batchmem draw LOG_DIR`` draws the steps and the plan.
 
@@ -73,7 +73,7 @@ class MemoryProfiler(Callback):
             is the same bit for bit. A step that calls ``torch.func``, or forbids the hooks of
             autograd, cannot be measured: the summary has a sentence instead.
         flops: whether to count the floating-point operations of one steady training batch, for
-            ``throughput/tflops_per_device`` and ``throughput/mfu_pct`` (per cent of the device's
+            ``speed/tflops_per_device`` and ``speed/mfu_pct`` (per cent of the device's
             peak). They are scaled with the samples of the other batches, which is exact where all
             samples have one shape. The training is the same bit for bit.
         peak_flops: the peak of one device in FLOP/s; None to take it from a table of data sheets,

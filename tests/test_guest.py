@@ -554,11 +554,11 @@ def test_metrics_of_the_variable_go_to_loggers_of_lightning(tmp_path, monkeypatc
     (text,) = texts
     assert text.startswith("History gets no metrics of MemoryProfiler")
     assert set(own.history) == {"epoch", "loss"}
-    assert "memory/peak_allocated_mib" in loggers[0].experiment.metrics_keys
+    assert "memory/peak_process_mib" in loggers[0].experiment.metrics_keys
     # A profiler in the code logs them everywhere.
     own.history.clear()
     trained(tmp_path, Net, MemoryProfiler(), logger=[CSVLogger(tmp_path), own])
-    assert "memory/peak_allocated_mib" in own.history
+    assert "memory/peak_process_mib" in own.history
 
 
 def test_a_directory_that_cannot_be_written_under_the_variable(tmp_path, monkeypatch):

@@ -47,16 +47,6 @@ from tests.helpers.profiled import (
     trainer_for,
 )
 
-EVALUATED = {
-    "peak_allocated_mib",
-    "limit_mib",
-    "samples_per_s",
-    "step_ms",
-    "data_wait_pct",
-    "cpu_pct",
-    "batch_size",
-}
-
 
 def profiled(tmp_path, net, *callbacks, loader=None, profiler=None, val=None, **options):
     """Train with a profiler and a logger that has a directory.
@@ -123,7 +113,7 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
         assert samples_per_second == pytest.approx(samples / step_seconds, rel=0.01)
         assert float(row["items_per_s"]) == pytest.approx(10 * samples_per_second, rel=1e-3)
         assert 0 < float(row["data_wait_pct"]) < 100
-    logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
+    logged = [(step, metrics["memory/peak_process_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
     assert (summary.memory.peak_bytes, summary.memory.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.memory.batch_size) == (6, 2)
@@ -154,9 +144,12 @@ def test_tensorboard_gets_the_documented_names(tmp_path, monkeypatch):
     )
     events = EventAccumulator(str(logger.log_dir))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == METRICS | {"loss", "epoch"}
-    for name in METRICS:
-        assert [event.step for event in events.Scalars(name)] == [1, 3, 5]
+    names = METRICS | {"memory/process_limit_mib"}
+    assert set(events.Tags()["scalars"]) == names | {"loss", "epoch"}
+    for name in names:
+        # The size of a batch is logged where it changes.
+        steps = [1] if name == "speed/samples_per_batch" else [1, 3, 5]
+        assert [event.step for event in events.Scalars(name)] == steps
         assert all(math.isfinite(event.value) for event in events.Scalars(name))
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()
 
@@ -174,7 +167,7 @@ def test_tensorboard_gets_the_documented_names(tmp_path, monkeypatch):
 )
 def test_no_peak_is_lost_between_two_logs(tmp_path, device_memory, spike_at, options, logged):
     _, recorder = profiled(tmp_path, Net(spike(device_memory, spike_at, "forward", 300)), **options)
-    peaks = [(step, metrics["memory/peak_allocated_mib"]) for step, metrics in recorder.ours]
+    peaks = [(step, metrics["memory/peak_process_mib"]) for step, metrics in recorder.ours]
     assert peaks == logged
     assert recorder.lightnings == [step for step, _ in logged][: len(recorder.lightnings)]
 
@@ -265,9 +258,8 @@ def test_samples_that_are_never_known_are_one_warning(
     profiler, recorder = profiled(tmp_path, Constant(), Planned(), loader=loader)
     assert len([one for one in recwarn if "cannot count" in str(one.message)]) == (not any(sizes))
     assert [row["batch_size"] for row in csv_rows(tmp_path)] == sizes
-    known = {"batch/size", "throughput/samples_per_s"}
-    logged = [known & set(metrics) for _, metrics in recorder.ours]
-    assert logged == [known if size else set() for size in sizes]
+    logged = ["speed/samples_per_s" in metrics for _, metrics in recorder.ours]
+    assert logged == [bool(size) for size in sizes]
     assert profiler.summary.memory.batch_size == (2 if sizes[0] else None)
 
 
@@ -337,7 +329,7 @@ def test_steps_that_compile_are_no_part_of_the_means(
     shown = "12 steps of 3,000.0 ms after a first step of 33.00 s"
     printed = capsys.readouterr().out
     assert (shown in printed) == ("after a first step" in printed) == compiles
-    logged = [metrics["throughput/step_ms"] for _, metrics in recorder.ours]
+    logged = [metrics["speed/step_ms"] for _, metrics in recorder.ours]
     assert logged == [33000.0 if step in (0, 5) and compiles else 3000.0 for step in range(12)]
 
 
@@ -402,9 +394,9 @@ def test_what_is_between_steps_and_the_breakdown_are_left_out(
     }
     checkpoints = [SlowCheckpoint(tmp_path / "checkpoints")] if saves else []
     _, recorder = profiled(tmp_path, Validated(work), slow, *checkpoints, **options)
-    assert [metrics["throughput/step_ms"] for _, metrics in recorder.ours] == [3000] * 12
+    assert [metrics["speed/step_ms"] for _, metrics in recorder.ours] == [3000] * 12
     # The wait for a batch begins after an evaluation or a checkpoint.
-    assert [metrics["throughput/data_wait_pct"] for _, metrics in recorder.ours] == [0] * 12
+    assert [metrics["speed/data_wait_pct"] for _, metrics in recorder.ours] == [0] * 12
 
 
 # --- evaluation
@@ -422,10 +414,11 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     assert row["batch_size"] == "2"
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
-        names = {f"validate/{name}" for name in EVALUATED}
+        names = {f"{name}_validate" for name in METRICS}
         # The device is read once a second.
-        assert names - {"validate/cpu_pct", "validate/limit_mib"} <= set(metrics) <= names
-        assert metrics["validate/peak_allocated_mib"] == 6
+        sparse = {"speed/cpu_pct_validate", "speed/samples_per_batch_validate"}
+        assert names - sparse <= set(metrics) <= names
+        assert metrics["memory/peak_process_mib_validate"] == 6
     assert profiler.summary.memory.validation_peak_bytes == 6 * MIB
     assert (profiler.summary.steps, profiler.summary.memory.peak_bytes) == (6, MIB)
     # The peak of the run includes evaluations, as torch.cuda.max_memory_allocated() does.
@@ -441,7 +434,7 @@ def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
     found = [(row["stage"], row["step"], row["batch_size"]) for row in csv_rows(tmp_path)]
     # Steps are counted over both loaders.
     assert found == [(stage, "0", "4"), (stage, "1", "4"), (stage, "2", "2")]
-    names = {f"{stage}/{name}" for name in EVALUATED}
+    names = {f"{name}_{stage}" for name in METRICS}
     assert [set(metrics) for _, metrics in recorder.others] == [names]
     summary = profiler.summary
     known = 20 + 4 * 5 * 4
@@ -838,7 +831,7 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     )
     trainer.fit(Lawful(device_memory, law))
     logged = recorder.others + recorder.ours
-    name = "memory/limit_mib"
+    name = "memory/process_limit_mib"
     limits_mib = [metrics[name] for _, metrics in logged if name in metrics]
     assert set(limits_mib) == {finder.plan.limit_bytes / MIB}
     assert profiler.summary.alerts == ()
@@ -924,8 +917,10 @@ def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
         device_memory.num_alloc_retries = 5 + 2 * (step >= 3)
 
     _, recorder = profiled(tmp_path, Net(work))
-    assert [metrics["memory/alloc_retries"] for _, metrics in recorder.ours] == [0, 0, 0, 2, 2, 2]
-    assert {metrics["memory/ooms"] for _, metrics in recorder.ours} == {0}
+    retries = [metrics.get("memory/alloc_retries") for _, metrics in recorder.ours]
+    # A card that has nothing but zeros is left out.
+    assert retries == [None, None, None, 2, 2, 2]
+    assert not any("memory/ooms" in metrics for _, metrics in recorder.ours)
 
 
 def failing_allocation(device_memory, at_step, catches):
@@ -1098,7 +1093,7 @@ def test_each_step_counts_once_if_a_report_is_interrupted(
     profiler = MemoryProfiler()
 
     def interrupt(logger, metrics, step=None):
-        if "batch/size" in metrics and step == 3:
+        if "speed/step_ms" in metrics and step == 3:
             raise KeyboardInterrupt
 
     net = Net()
@@ -1189,11 +1184,11 @@ def test_rows_are_in_the_file_within_a_second(tmp_path, device_memory, monkeypat
         found.append(len(csv_rows(tmp_path)))
         monotonic.now += 0.4
 
-    _, recorder = profiled(tmp_path, Net(), At(on_train_batch_start=count))
+    _, recorder = profiled(tmp_path, Net(), At(on_train_batch_start=count), Planned())
     # The first log reads the device at once, and the next reading is in the fourth step after it.
     assert [*found, len(csv_rows(tmp_path))] == [0, 1, 1, 1, 4, 4, 6]
     # The loggers get what was read, once.
-    were_read = ["memory/limit_mib" in metrics for _, metrics in recorder.ours]
+    were_read = ["memory/process_limit_mib" in metrics for _, metrics in recorder.ours]
     assert were_read == [True, False, False, True, False, False]
 
 
@@ -1254,7 +1249,7 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
     assert (hooks_on(optimizers), len(optimizers)) == (0, 1 if automatic else 2)
     assert len(csv_rows(tmp_path)) == profiler.summary.steps == 3
     assert profiler.summary.fits == ""
-    assert [metrics["batch/size"] for _, metrics in recorder.ours] == [4]
+    assert [metrics["speed/samples_per_batch"] for _, metrics in recorder.ours] == [4]
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == profiler.summary
     assert "MiB" not in capsys.readouterr().out

@@ -158,10 +158,9 @@ def _known_sizes(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> str:
     """What the process took, its limit, and what tensors took of it; all of it in MiB."""
-    limit = mib(plan.limit_bytes)
-    parts = [f"limit {limit}"]
+    parts = [f"limit {mib(plan.limit_bytes)}"]
     if plan.held_peak_bytes is not None:
-        parts = [f"process {_number_of_mib(plan.held_peak_bytes)} of the limit of {limit}"]
+        parts[0] = f"process {_number_of_mib(plan.held_peak_bytes)}, {parts[0]}"
     tensors = []
     if plan.measured_peak_bytes is not None:
         tensors.append(f"tensors {_number_of_mib(plan.measured_peak_bytes)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
@@ -24,11 +24,15 @@ class LoggerMetrics:
         loggers: the loggers; one that raises an error gets no more metrics.
         world_size: the number of ranks, which have batches of this rank's size.
         flops: the counted operations of a step; None if they are not counted.
+        limit_bytes: what this process may take, as it was read last; None if it is unknown.
+        batch_sizes: the size that was logged last, by stage.
     """
 
     loggers: list[Logger]
     world_size: int
     flops: FlopStep | None = None
+    limit_bytes: int | None = None
+    batch_sizes: dict[str, int | None] = field(default_factory=dict)
 
     def take(self, interval: Interval) -> None:
         """Log the metrics of the steps since the last log."""
@@ -36,37 +40,46 @@ class LoggerMetrics:
             self.log(self.metrics(interval), interval.logging_step)
 
     def metrics(self, interval: Interval) -> dict[str, float]:
-        """Return the metrics in MiB, ms and per cent, without the unknown ones."""
+        """Return the metrics in MiB, ms and per cent, without the unknown ones.
+
+        Those of an evaluation have its stage at the end, as in ``speed/step_ms_validate``.
+        """
         totals = interval.totals
         times = totals.times
         ranks = self.world_size
         reading = interval.reading
+        # Only an allocator reserves memory; without one a peak is that of the process.
+        has_tensors = totals.peak_reserved_bytes is not None
+        process_bytes = totals.peak_reserved_bytes if has_tensors else totals.peak_bytes
         known: dict[str, float | None] = {
-            "memory/peak_allocated_mib": _mib(totals.peak_bytes),
-            "memory/peak_reserved_mib": _mib(totals.peak_reserved_bytes),
-            "memory/limit_mib": _mib(reading.limit_bytes),
-            "throughput/samples_per_s": times.samples.per_second(ranks),
-            "throughput/items_per_s": times.items.per_second(ranks),
-            "throughput/step_ms": 1e3 * times.step_seconds,
-            "throughput/data_wait_pct": times.wait.per_second(100.0),
-            "batch/size": totals.batch_size,
+            "memory/peak_process_mib": _mib(process_bytes),
+            "memory/peak_tensors_mib": _mib(totals.peak_bytes if has_tensors else None),
+            "speed/samples_per_s": times.samples.per_second(ranks),
+            "speed/items_per_s": times.items.per_second(ranks),
+            "speed/step_ms": 1e3 * times.step_seconds,
+            "speed/data_wait_pct": times.wait.per_second(100.0),
         }
+        # It is the same in most intervals, and each value takes time in a logger.
+        if totals.batch_size != self.batch_sizes.get(interval.stage):
+            known["speed/samples_per_batch"] = totals.batch_size
+            self.batch_sizes[interval.stage] = totals.batch_size
+        self.limit_bytes = reading.limit_bytes or self.limit_bytes
+        if self.limit_bytes and process_bytes is not None:
+            known["memory/used_pct"] = 100.0 * process_bytes / self.limit_bytes
         if reading.utilization is not None:
             name, percent = reading.utilization
-            known[f"utilization/{name}"] = percent
-        stage = interval.stage
-        if stage != "train":
-            # The stage replaces the first part of a name, as in validate/peak_allocated_mib.
-            names = {name: f"{stage}/{name.partition('/')[2]}" for name in known}
-            names["batch/size"] = f"{stage}/batch_size"
-            known = {names[name]: value for name, value in known.items()}
+            known[f"speed/{name}"] = percent
+        if interval.stage != "train":
+            known = {f"{name}_{interval.stage}": value for name, value in known.items()}
         else:
-            known["memory/alloc_retries"] = reading.alloc_retries
-            known["memory/ooms"] = reading.ooms
+            # A limit that moves with the free memory is in the CSV and in the summary only.
+            known["memory/process_limit_mib"] = _mib(reading.fixed_limit_bytes)
+            known["memory/alloc_retries"] = reading.alloc_retries or None
+            known["memory/ooms"] = reading.ooms or None
             if self.flops is not None:
                 rate = self.flops.rate(times.samples.per_second())
-                known["throughput/tflops_per_device"] = rate.tflops_per_device
-                known["throughput/mfu_pct"] = rate.mfu_pct
+                known["speed/tflops_per_device"] = rate.tflops_per_device
+                known["speed/mfu_pct"] = rate.mfu_pct
         return {name: float(value) for name, value in known.items() if value is not None}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

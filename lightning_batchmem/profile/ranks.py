@@ -56,8 +56,8 @@ def rank_metrics(ranks: Sequence[RankTotals]) -> dict[str, float]:
     peaks = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
     if len(peaks) == len(ranks):
         metrics = {
-            "ranks/highest_peak_allocated_mib": max(peaks) / MIB,
-            "ranks/lowest_peak_allocated_mib": min(peaks) / MIB,
+            "ranks/highest_peak_mib": max(peaks) / MIB,
+            "ranks/lowest_peak_mib": min(peaks) / MIB,
             "ranks/highest_rank": float(peaks.index(max(peaks))),
         }
     speeds = [rank.samples_per_second for rank in ranks if rank.samples_per_second is not None]

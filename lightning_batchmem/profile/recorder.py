@@ -145,7 +145,7 @@ class BatchCounter:
             self._warned_of_items = True
             rank_zero_warn(
                 "items_fn must return a finite number that is not negative, got a value of type"
-                f" {type(returned).__name__}. Such steps are left out of throughput/items_per_s."
+                f" {type(returned).__name__}. Such steps are left out of speed/items_per_s."
             )
         return items
 
@@ -157,7 +157,7 @@ class BatchCounter:
             rank_zero_warn(
                 "MemoryProfiler cannot count the samples of a batch: its loader has no batch_size,"
                 " and its tensors differ in their first dimension or have none. Such steps are left"
-                " out of batch/size and throughput/samples_per_s."
+                " out of speed/samples_per_batch and speed/samples_per_s."
             )
         return samples
 

@@ -55,7 +55,7 @@ def test_the_count_is_exact_and_the_training_is_the_same(tmp_path):
     assert profiler.summary.flops.flops_per_sample == 2 * (2 * 64 * 256) + 3 * (2 * 256 * 8)
     assert profiler.summary.flops.why_not == ""
     metrics = recorder.ours[-1][1]
-    assert 0 < metrics["throughput/mfu_pct"] < 100
+    assert 0 < metrics["speed/mfu_pct"] < 100
     assert recorder.ours[0][1].get("memory/alloc_retries", 0) == 0
 
 

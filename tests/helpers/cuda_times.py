@@ -112,7 +112,7 @@ def waiting_percent(*, has_progress: bool) -> float:
         MemoryProfiler(csv=False), logger=recorder, max_epochs=1, log_every_n_steps=NUM_BATCHES
     )
     trainer.fit(Tokens(LARGEST_SIZE, has_progress=has_progress), ready_batches(LARGEST_SIZE))
-    return round(recorder.ours[-1][1]["throughput/data_wait_pct"], 1)
+    return round(recorder.ours[-1][1]["speed/data_wait_pct"], 1)
 
 
 def waiting() -> dict[str, Any]:
@@ -146,7 +146,7 @@ def profiled_ms(module: Tokens, **options: Any) -> dict[str, Any]:
         trainer.fit(module, ready_batches(PROFILED_SIZE), ready_batches(LARGEST_SIZE))
         rows = csv_rows(Path(directory))
     return {
-        "logged": [round(metrics["throughput/step_ms"], 3) for _, metrics in recorder.ours],
+        "logged": [round(metrics["speed/step_ms"], 3) for _, metrics in recorder.ours],
         "rows": [float(row["step_ms"]) for row in rows if row["stage"] == "train"],
     }
 

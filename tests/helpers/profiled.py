@@ -16,13 +16,13 @@ from lightning_batchmem.plan.records import Chosen
 from tests.helpers.lawful import MIB, quiet_trainer
 
 METRICS = {
-    "memory/peak_allocated_mib",
-    "memory/limit_mib",
-    "throughput/samples_per_s",
-    "throughput/step_ms",
-    "throughput/data_wait_pct",
-    "utilization/cpu_pct",
-    "batch/size",
+    "memory/peak_process_mib",
+    "memory/used_pct",
+    "speed/samples_per_s",
+    "speed/step_ms",
+    "speed/data_wait_pct",
+    "speed/cpu_pct",
+    "speed/samples_per_batch",
 }
 
 
@@ -183,7 +183,7 @@ class Recorder(DummyLogger):
     def log_metrics(self, metrics, step=None):
         if "loss" in metrics:
             self.lightnings.append(step)
-        elif "throughput/step_ms" in metrics:
+        elif "speed/step_ms" in metrics:
             self.ours.append((step, metrics))
         else:
             self.others.append((step, metrics))

@@ -221,8 +221,7 @@ def test_the_text_of_a_plan():
     assert str(PLAN) == "\n".join(
         [
             "batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    process 180.0 of the limit of 200.0 MiB; tensors 164.0, predicted\n"
-            "            164.0",
+            "  memory    process 180.0, limit 200.0 MiB; tensors 164.0, predicted 164.0",
             "  line      100.0 MiB + 2.0 MiB a sample (forward)",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
@@ -257,8 +256,8 @@ def test_the_text_has_what_else_a_person_should_know():
         "batch size 32 on each of 2 ranks, limited by target_batch_size, not verified"
     )
     for row in (
-        "memory    process 180.0 of the limit of 200.0 MiB; tensors 164.0, predicted\n"
-        "            164.0; all ranks at most 360.0",
+        "memory    process 180.0, limit 200.0 MiB; tensors 164.0, predicted 164.0; all\n"
+        "            ranks at most 360.0",
         "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2\n"
         "            instead of 0.1",
         "note      a note",
@@ -310,8 +309,7 @@ def test_the_short_text_has_the_reason_and_one_note():
     assert plan.short_text() == "\n".join(
         [
             "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
-            "  memory    process 180.0 of the limit of 200.0 MiB; tensors 164.0, predicted\n"
-            "            164.0",
+            "  memory    process 180.0, limit 200.0 MiB; tensors 164.0, predicted 164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
             "  step      128 samples, in 4 batches",
             "  why       32 samples: it passed a rehearsal, and the limit leaves little room",

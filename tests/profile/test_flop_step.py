@@ -89,15 +89,15 @@ def test_the_rate_is_logged_and_the_training_is_the_same(tmp_path, capsys):
 
     assert profiler.summary.flops.flops_per_sample == FLOPS_PER_SAMPLE
     assert profiler.summary.flops.why_not == ""
-    rows = {step: metrics for step, metrics in recorder.ours if "throughput/mfu_pct" in metrics}
+    rows = {step: metrics for step, metrics in recorder.ours if "speed/mfu_pct" in metrics}
     # The time of the counted step is not that of the others.
     assert list(rows) == [3, 4, 5]
-    assert "throughput/samples_per_s" not in recorder.ours[2][1]
+    assert "speed/samples_per_s" not in recorder.ours[2][1]
     for metrics in rows.values():
-        tflops = FLOPS_PER_SAMPLE * metrics["throughput/samples_per_s"] / 1e12
-        assert metrics["throughput/tflops_per_device"] == pytest.approx(tflops)
-        assert metrics["throughput/mfu_pct"] == pytest.approx(100 * tflops)
-    assert not any("throughput/tflops_per_device" in metrics for _, metrics in others.ours)
+        tflops = FLOPS_PER_SAMPLE * metrics["speed/samples_per_s"] / 1e12
+        assert metrics["speed/tflops_per_device"] == pytest.approx(tflops)
+        assert metrics["speed/mfu_pct"] == pytest.approx(100 * tflops)
+    assert not any("speed/tflops_per_device" in metrics for _, metrics in others.ours)
     tflops = FLOPS_PER_SAMPLE * profiler.summary.speed.samples_per_second / 1e12
     assert profiler.summary.flops.tflops_per_device == pytest.approx(tflops)
     assert profiler.summary.flops.mfu_pct == pytest.approx(100 * tflops)
@@ -122,8 +122,8 @@ def test_the_unknown_peak_of_a_cpu_leaves_out_the_mfu_only(tmp_path, capsys):
     sentence = "No MFU: the peak of CPU with precision 32-true is unknown. Set peak_flops."
     assert profiler.summary.flops.why_not == sentence
     assert sentence in capsys.readouterr().out
-    assert "throughput/tflops_per_device" in recorder.ours[-1][1]
-    assert "throughput/mfu_pct" not in recorder.ours[-1][1]
+    assert "speed/tflops_per_device" in recorder.ours[-1][1]
+    assert "speed/mfu_pct" not in recorder.ours[-1][1]
 
 
 def test_a_rate_needs_the_operations_and_the_speed():
@@ -181,7 +181,7 @@ def test_a_number_that_would_be_wrong_is_left_out(tmp_path, capsys):
     reason = "No FLOPs: torch has no formula for the operator aten.mkldnn_rnn_layer."
     assert summary.flops.why_not == reason
     assert summary.flops.why_not in capsys.readouterr().out
-    assert not any("throughput/tflops_per_device" in metrics for _, metrics in recorder.ours)
+    assert not any("speed/tflops_per_device" in metrics for _, metrics in recorder.ours)
 
 
 # The second one is compiled in the step that counts.

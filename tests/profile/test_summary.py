@@ -241,9 +241,7 @@ def test_what_limits_the_run_is_the_first_line():
     assert busy[0].startswith("Limited by compute: the device was 96% busy.")
     assert "Cores of this process (2): 96.0% busy" in busy
     assert "of all processes" not in "".join(busy)
-    assert "GPU: 20.0% busy, of all processes on it" in lines(
-        with_speed(CUDA, busy_percent=20.0)
-    )
+    assert "GPU: 20.0% busy, of all processes on it" in lines(with_speed(CUDA, busy_percent=20.0))
     # The search may have found that larger batches are slower.
     assert "larger batches" not in full.conclusion
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
