@@ -92,7 +92,7 @@ def test_a_limit_out_of_range(fit, fake_device):
     device = fake_device(available_bytes=100 * MIB, base_bytes=60 * MIB)
     with pytest.warns(UserWarning, match="more than the GPU can provide, 100.0 MiB"):
         fit(Lawful(device, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), device)
-    message = "memory_limit must be above the 60.0 MiB that the process already holds, got 50.0 MiB"
+    message = "memory_limit must be above the 60.0 MiB that the process already takes, got 50.0 MiB"
     with pytest.raises(ValueError, match=message) as raised:
         fit(Lawful(device, law), BatchFinder(memory_limit="50MiB"), device)
     # The note about other callbacks belongs to errors of the user's code.

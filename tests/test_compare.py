@@ -48,8 +48,8 @@ RESULT = Comparison(
 TABLE = r"""
 | variant | limited by     |       fixed MiB | MiB per sample | largest size |     samples/s |
 |---------|----------------|-----------------|----------------|--------------|---------------|
-| plain   | max batch size |         1,000.0 |          4.000 |          100 |          50.0 |
-| half    | max batch size | 1,100.0 (1.10x) |  2.000 (0.50x) |  250 (2.50x) | 100.0 (2.00x) |
+| plain   | max_batch_size |         1,000.0 |          4.000 |          100 |          50.0 |
+| half    | max_batch_size | 1,100.0 (1.10x) |  2.000 (0.50x) |  250 (2.50x) | 100.0 (2.00x) |
 | a\|b[b] | failed         |               - |              - |            - |             - |
 """.strip().splitlines()
 
