@@ -76,5 +76,5 @@ class Offloads(BoringModel):
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_parameters_on_another_device_are_one_warning(device, place, recwarn):
     summary = profiled(Offloads(place)).summary
-    text = "optimizer states take 1.0 MiB on cpu, which is no part of this profile"
+    text = "optimizer states take 1.0 MiB on cpu, which is not part of this profile"
     assert [text in alert for alert in summary.alerts] == ([True] if place == "cpu" else [])
