@@ -133,7 +133,7 @@ def test_the_page_has_what_a_simulated_search_costs():
     assert f"each layer adds {least:.0f} to {most:.0f} ms to a step" in page
     images = [row for row in results.values() if row["network"] == "resnet18"]
     added = added_by_each(images, lambda row: row["found"] / 1000, "host GiB")
-    assert f"takes {min(added):.1f} to {max(added):.1f} GiB of the host" in page
+    assert f"takes {min(added):.1f} to {max(added):.1f} GiB of main memory" in page
     seconds = [row["CPU s"] for row in images]
     assert f"its searches {min(seconds):.0f} to {max(seconds):.0f} CPU seconds" in page
 

@@ -90,7 +90,7 @@ trainer:
 
 def test_the_second_job_of_hydra_uses_the_plan_of_the_first(tmp_path):
     pytest.importorskip("hydra", reason=MISSING)
-    page = (REPOSITORY / "docs" / "other-ways.md").read_text()
+    page = (REPOSITORY / "docs" / "recipes.md").read_text()
     (callbacks,) = re.findall(r"<!-- hydra -->\n```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "config.yaml").write_text(PROJECT + callbacks)
     (tmp_path / "train.py").write_text(TASK)
