@@ -63,11 +63,11 @@ def check_plan(plan: object) -> None:
 class BatchFinder(Callback):
     """Compute the batch size before training starts, from a few real steps at small sizes.
 
-    In ``on_fit_start`` it measures the user's training step at small sizes, fits a line to what
-    tensors take in each phase, predicts the size, rehearses the training at it, and restores
-    weights, attributes of module and datamodule, and random states. Under ``trainer.validate``,
-    ``test`` and ``predict`` it searches with forward passes, before their loaders are built. A run
-    that resumes from a checkpoint continues with the size in the checkpoint.
+    In ``on_fit_start`` it measures your training step at small sizes, fits a line to what tensors
+    take in each phase, predicts the size, rehearses the training at it, and restores weights,
+    attributes of module and datamodule, and random states. Under ``trainer.validate``, ``test`` and
+    ``predict`` it searches with forward passes, before their loaders are built. A run that resumes
+    from a checkpoint continues with the size in the checkpoint.
 
     Attributes:
         plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
@@ -77,64 +77,60 @@ class BatchFinder(Callback):
 
     Args:
         objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
-            one within 5 % of the best samples per second that were measured. For users who
-            want the shortest epoch, and not the largest batch.
+            one within 5 % of the best samples per second that were measured. Use the second one
+            if speed matters more than batch size.
         memory_limit: the most memory that this process may take: bytes (``2e9`` too), a text such
-            as ``"20GiB"``, or a fraction in (0, 1] (or ``"90%"``) of what the device can provide to
-            this process.
-            For a device that others use too, and for a larger size on a CPU. ``None``, and at
-            most: 0.95 of it. On CUDA a limit that is given is enforced on each rank until the
-            training ends, where PyTorch's allocator can be limited. On a CPU the default is all
-            of it, and tensors get 0.25 of the room below the limit; a higher limit, even above the
-            free memory, raises the size.
-        max_batch_size: the largest size to consider, in samples. For users who know that larger
-            batches do not help.
-        min_batch_size: the smallest size to consider, in samples; ``None``: 2 (one sample is an
-            error to BatchNorm). For a loss that needs more samples.
-        multiple_of: sizes are rounded down to a multiple of it; ``None``: to the largest power of
-            two that is at most a 64th of the size. For layers that are fast at certain sizes.
+            as ``"20GiB"``, or a share of what the device can provide to this process, as a
+            fraction in (0, 1] or as ``"90%"``. Default: 0.95 of it on a GPU, which is also the
+            most there, and all of it on a CPU. Set it if other programs use the device. On CUDA
+            your limit is enforced on each rank until the training ends, if PyTorch's allocator can
+            be limited. On a CPU tensors get 0.25 of the room below the limit: a higher limit, even
+            above the free memory, raises the size.
+        max_batch_size: the largest size to consider, in samples. Set it if larger batches do not
+            help, or to leave room for what a search cannot see.
+        min_batch_size: the smallest size to consider, in samples. Default: 2, because one sample is
+            an error to BatchNorm. Set it if your loss needs more samples.
+        multiple_of: round sizes down to a multiple of this number. Default: the largest power of
+            two that is at most a 64th of the size. Set it if your layers are fast at certain sizes.
         min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most
             samples / (steps x accumulation x ranks), but not below the size of the project or
-            ``min_batch_size``. For small data sets. ``None``, and where ``max_batch_size`` or
-            ``target_batch_size`` is given: no limit.
-        batch_arg_name: the attribute of the module, the datamodule or their hparams that holds the
+            ``min_batch_size``. Pass None for no limit. It does not apply if you set
+            ``max_batch_size`` or ``target_batch_size``.
+        batch_arg_name: the attribute of the module, the datamodule or their hparams that has the
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
             Under the default a search in ``fit`` looks for another place if the loaders do not
-            follow ``batch_size``. For projects in which several attributes may be meant.
-        worst_case: which samples the search uses: ``"typical"`` spreads them over the data set,
-            ``"longest"`` takes the largest one (of up to 10,000). For samples of different sizes.
-            ``None``: if they differ, the largest one where the collate function pads, and samples
-            as in the largest of 1,000 random batches where it concatenates.
+            follow ``batch_size``. Set it if several attributes may be meant.
+        worst_case: which samples the search uses: ``"longest"`` takes the largest one (of up to
+            10,000), ``"typical"`` spreads them over the data set. Default: if they differ in size,
+            the largest ones if the collate function pads, and samples as in the largest of 1,000
+            random batches if it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets
-            ``accumulate_grad_batches``, and a batch size that divides it. For users who must
-            keep the batch of a recipe on a smaller device. ``None``: accumulation stays as the
-            Trainer has it.
+            ``accumulate_grad_batches``, and a batch size that divides it. Set it to keep the batch
+            of a recipe on a smaller device. Default: accumulation stays as the Trainer has it.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
             module by the ratio of samples per optimizer step after and before the search, or its
-            square root, before the optimizers are configured. For a learning rate that was found
-            for the size of the project. ``None``: no change.
-        search_on_resume: search again where a checkpoint holds a plan; ``"if_changed"``: only if
-            the device or its limit is another one. For runs that resume on another machine.
+            square root, before the optimizers are configured. Set it if the rate was tuned for the
+            size of the project. Default: the rate stays.
+        search_on_resume: True to search again if a checkpoint has a plan, ``"if_changed"`` to do so
+            only if the device or its limit is another one. Set it for runs that resume on another
+            machine.
         plan: a plan of an earlier ``fit`` to use again: a ``Plan``, its JSON file, or a log
-            directory. For sweeps, which need one search only: a file ``"plan.json"`` that is
-            missing is written after the search. If device, limit and number of
-            parameters are the same, and its size is allowed, only a rehearsal at its size is run.
-            Otherwise, or if the rehearsal fails, the search runs, and a note of the new plan has
-            the reason.
-        verbose: print the whole plan, with all reasons and every size that was run, instead of the
-            rows that most users need.
+            directory. If device, limit and number of parameters are the same, and its size is
+            allowed, only a rehearsal at its size is run. Otherwise, or if the rehearsal fails, the
+            search runs, and a note of the new plan has the reason. A file ``"plan.json"`` that is
+            missing is written after the search, so a sweep searches once.
+        verbose: print the whole plan, with all reasons and every size that was run.
         budget: the attribute that ``batch_arg_name`` names is not a number of samples, but a budget
             within which the loaders form their own batches, such as ``"max_tokens"``. Sizes are in
-            units of it. Where loaders are passed to ``fit``, it is an attribute of their batch
-            samplers, samplers or data sets. For loaders that form batches by tokens or lengths.
+            units of it. If loaders are passed to ``fit``, it is an attribute of their batch
+            samplers, samplers or data sets.
         later: a function of the trainer and the module that makes the state of the training that
             needs most memory, if it comes later than the first step: the final resolution, the
             longest rollout, layers that a hook of the module unfreezes, a memory bank that is full.
             It is called before the loaders are requested, and again before the steps of each size,
             once the optimizers exist. What it changes is restored. Layers that a finetuning
             callback of Lightning unfreezes need no function. A text ``"module:function"`` names
-            one. Where ranks start as new processes (``ddp_spawn``), a lambda cannot reach them. For
-            trainings that change.
+            one. If ranks start as new processes (``ddp_spawn``), it cannot be a lambda.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
