@@ -115,6 +115,8 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
         assert 0 < float(row["data_wait_pct"]) < 100
     logged = [(step, metrics["memory/peak_process_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
+    # Without a plan the limit of a CPU moves with the free memory.
+    assert not any("memory/process_limit_mib" in metrics for _, metrics in recorder.ours)
     assert (summary.memory.peak_bytes, summary.memory.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.memory.batch_size) == (6, 2)
     assert summary.speed.cores == usable_cores()
