@@ -874,6 +874,19 @@ def test_an_alert_is_one_warning_and_in_the_summary(
     assert f"Warning: {profiler.summary.alerts[0]}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_leak_is_found_where_a_validation_follows_each_step(tmp_path, device_memory, monkeypatch):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+
+    def work(step, where):
+        if where == "forward":
+            device_memory.use(MIB)
+
+    # The steps of a validation have numbers of their own.
+    module = Validated(work)
+    with pytest.warns(UserWarning, match=r"MemoryProfiler: .*grows by 1\.0 MiB a step"):
+        profiled(tmp_path, module, loader=data(samples=800), val=data(), val_check_interval=1)
+
+
 @pytest.mark.parametrize("is_host", [False, True])
 def test_a_peak_that_grows_is_no_leak(tmp_path, device_memory, monkeypatch, is_host):
     monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)

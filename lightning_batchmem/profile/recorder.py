@@ -231,8 +231,9 @@ class StepRecorder:
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
         clock = self.clock
-        self.memory.start(batch.batch, clock.gap_seconds)
-        if clock is not self.run_clock:
+        is_of_run = clock is self.run_clock
+        self.memory.start(batch.batch, clock.gap_seconds, is_of_run=is_of_run)
+        if not is_of_run:
             return False
         is_taken = self.steady.begin(module, batch.batch, clock.number)
         if is_taken:

@@ -67,25 +67,27 @@ class StepMemory:
         self._after_step: int | None = None
         # Whether the peak is that since the end of the last step.
         self._is_watched = True
-        # What is held is due at the start of this step, the next time. The first step has no
-        # gradients and states yet.
+        # What is held is due at the start of this step of the run, the next time. The first step
+        # has no gradients and states yet.
         self._next_reading = 2
         self._is_due = False
 
-    def start(self, batch: object, gap_seconds: float) -> None:
+    def start(self, batch: object, gap_seconds: float, *, is_of_run: bool) -> None:
         """Begin a step.
 
         Args:
             batch: its batch.
             gap_seconds: the time since the step before, without the wait for data.
+            is_of_run: whether it is no step of a validation within a training.
         """
         self.start_bytes = None
         device_memory = self._device_memory
         if device_memory is None:
             return
-        if self._is_watched or self._is_due or gap_seconds > _LONG_SECONDS:
+        is_due = self._is_due and is_of_run
+        if self._is_watched or is_due or gap_seconds > _LONG_SECONDS:
             self.read(batch)
-            if self._is_due:
+            if is_due:
                 self.start_bytes = self.last_start_bytes
                 self._is_due = False
         self._is_watched = False
