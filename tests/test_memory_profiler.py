@@ -546,7 +546,7 @@ def test_gradients_are_read_when_an_optimizer_steps(tmp_path, device_memory, fre
 
 
 @pytest.mark.parametrize("highest", ["forward", "backward", "optimizer_step", "validation", ""])
-def test_the_phase_of_the_highest_peak_is_named(tmp_path, device_memory, capsys, highest):
+def test_the_phase_of_the_peak_of_one_step_is_named(tmp_path, device_memory, capsys, highest):
     """In each phase more is freed than in the next one, but for the highest."""
 
     def work(step, where):
@@ -556,19 +556,39 @@ def test_the_phase_of_the_highest_peak_is_named(tmp_path, device_memory, capsys,
 
     options = {"val": data(samples=4), "num_sanity_val_steps": 0}
     profiler, _ = profiled(tmp_path, Validated(work), **options)
-    phase = {"optimizer_step": "optimizer step", "validation": "evaluation"}.get(highest, highest)
-    assert profiler.summary.memory.peak_phase == phase
-    line = f"Phase of the highest peak: {phase}"
-    if phase in ("forward", "backward", "optimizer step"):
-        line += ", as read in step 1"
-    lines = capsys.readouterr().out.splitlines()
-    assert (line in lines) == bool(highest)
+    phase = {"optimizer_step": "optimizer step", "validation": "forward"}.get(highest, highest)
+    assert profiler.summary.memory.breakdown.phase == phase
+    text = capsys.readouterr().out
+    assert (f"\nPeak of step 1: in {phase}\n" in text) == bool(highest)
+    assert ("MiB, above that of the training\n" in text) == (highest == "validation")
+
+
+class Skips(Net):
+    """Ends the first epoch at its second step, which callbacks have begun then, or does not."""
+
+    def __init__(self, work, skips):
+        super().__init__(work)
+        self.skips = skips
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.skips and batch_idx == 1 and self.current_epoch == 0 else None
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_phase_of_a_step_that_is_skipped_is_not_known(tmp_path, device_memory, skips):
+    def work(step, where):
+        device_memory.use(10 * MIB)
+        device_memory.free()
+
+    profiler, _ = profiled(tmp_path, Skips(work, skips), max_epochs=2)
+    breakdown = profiler.summary.memory.breakdown
+    assert (breakdown.step, breakdown.phase) == (1, "" if skips else "forward")
 
 
 def test_manual_optimization_has_forward_after_each_step_of_an_optimizer(tmp_path, device_memory):
     """The second forward needs the most, and a backward frees it before."""
     profiler, _ = profiled(tmp_path, SecondForward(device_memory))
-    assert profiler.summary.memory.peak_phase == "forward"
+    assert profiler.summary.memory.breakdown.phase == "forward"
 
 
 @pytest.mark.filterwarnings("ignore:MemoryProfiler. The peak")

@@ -37,6 +37,7 @@ class PeakPhase:
     def start(self) -> None:
         """Begin with forward."""
         device_memory = self._device_memory
+        self.of_peak = ""
         self._peak_bytes = device_memory.peak().allocated_bytes
         self.now = "forward"
         if device_memory.is_host:
@@ -141,7 +142,9 @@ class SteadyBreakdown:
         if self._at_start is None or not self.peak_bytes:
             return None
         device_memory = self._device_memory
-        kept_bytes = self._start_bytes - self._taken_bytes
+        # Gradients that were freed before the breakdown may be accumulated before the peak.
+        more_bytes = max(0, self._gradients_bytes - self._at_start.gradients_bytes)
+        kept_bytes = self._start_bytes - self._taken_bytes - more_bytes
         # Equal steps may differ by this much.
         is_kept = kept_bytes > device_memory.granularity_bytes
         if device_memory.is_host:

@@ -127,8 +127,7 @@ class SteadySteps:
             samples: the samples of its batch; None if they are unknown.
             peak_bytes: its peak; None if it is unknown.
         """
-        if self.breakdown is not None and self.breakdown.phases.now:
-            self.enter("")
+        self.enter("")
         if not self._is_noted:
             # An evaluation is in its steady state from the second step on too.
             self._is_steady = True
@@ -159,6 +158,7 @@ class SteadySteps:
 
     def drop(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead."""
+        self.enter("")
         if self._measured is not None:
             self._measured.close()
             self._to_measure.append(self._measured)
@@ -221,7 +221,6 @@ class SteadySteps:
     def _note_step(self, *_: object) -> None:
         """Begin the steady state after a step of an optimizer, and measure gradients in it."""
         self._is_steady = True
-        breakdown = self.breakdown
-        if breakdown is not None and not breakdown.is_due:
-            value_or_none(_BREAKDOWN, breakdown.add_gradients)
+        if self.breakdown is not None:
+            value_or_none(_BREAKDOWN, self.breakdown.add_gradients)
         self.enter("forward")

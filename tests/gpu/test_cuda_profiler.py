@@ -60,6 +60,35 @@ def test_what_steps_keep_has_a_row(device, native, size_mib, capsys):
     assert ("kept since step 1" in capsys.readouterr().out) == bool(size_mib)
 
 
+class Accumulates(Keeps):
+    """Steps with every fourth batch, and frees its gradients then."""
+
+    def __init__(self, size_mib):
+        super().__init__(size_mib)
+        self.automatic_optimization = False
+        self.wide = torch.nn.Linear(32, 2**17, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.manual_backward(self.wide(batch).square().mean())
+        if batch_idx % 4 == 3:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("size_mib", [8, 0])
+def test_gradients_that_are_accumulated_are_not_kept(device, native, size_mib):
+    """The parts are measured where there are no gradients, and the peak is where there are."""
+    breakdown = profiled(Accumulates(size_mib)).summary.memory.breakdown
+    assert breakdown.step == 4
+    assert 16 * MIB <= breakdown.gradients_bytes < 17 * MIB
+    # The peak is in the last of 16 steps.
+    assert breakdown.kept_bytes == 11 * size_mib * MIB
+
+
 class Offloads(BoringModel):
     """Has a layer on the CPU, or on the GPU."""
 
