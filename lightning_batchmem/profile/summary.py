@@ -87,16 +87,6 @@ class RunMemory:
         )
 
     @property
-    def peak_phase(self) -> str:
-        """The phase of the highest peak of the steps; empty if it is unknown.
-
-        In a step of the training it is that of :attr:`breakdown`; otherwise ``"evaluation"``.
-        """
-        if (self.validation_peak_bytes or 0) > (self.peak_bytes or 0):
-            return "evaluation"
-        return "" if self.breakdown is None else self.breakdown.phase
-
-    @property
     def between_bytes(self) -> int:
         """The memory between two steps if it was above that of all steps; otherwise 0."""
         if self.between_steps is None or self.peak_bytes is None:

@@ -140,9 +140,9 @@ def _caption(summary: Summary) -> Iterator[str]:
         if memory.batch_size is not None:
             text += f" ({counted(memory.batch_size, 'sample')})"
         yield text
-        if phase := memory.peak_phase:
-            step = "" if memory.breakdown is None else f", as read in step {memory.breakdown.step}"
-            yield f"Phase of the highest peak: {phase}{'' if phase == 'evaluation' else step}"
+        breakdown = memory.breakdown
+        if breakdown is not None and breakdown.phase:
+            yield f"Peak of step {breakdown.step}: in {breakdown.phase}"
     if memory.peak_reserved_bytes is not None:
         yield f"Highest memory of the process: {mib(memory.peak_reserved_bytes)}"
     if memory.limit_bytes is not None:
@@ -175,7 +175,9 @@ def _caption(summary: Summary) -> Iterator[str]:
             f" highest on {peaks.index(max(peaks))}; {mib(sum(peaks))} in all"
         )
     if memory.validation_peak_bytes is not None:
-        yield f"Highest peak of the validation: {mib(memory.validation_peak_bytes)}"
+        is_highest = memory.validation_peak_bytes > (memory.peak_bytes or 0)
+        text = ", above that of the training" if is_highest else ""
+        yield f"Highest peak of the validation: {mib(memory.validation_peak_bytes)}{text}"
     yield from _breakdown_notes(summary)
     for measured in (summary.modules, flops):
         if measured is not None and measured.why_not:
