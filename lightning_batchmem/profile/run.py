@@ -337,12 +337,13 @@ class Run:
             return None
         totals = by_stage[stage]
         steady = self._recorder.steady
+        alerts = self._takers.alerts.issued
         memory = RunMemory.of(
             totals,
             by_stage.get("validate") if stage == "train" else None,
             steady.breakdown,
             self._recorder.memory.between,
-            is_leak="leak" in self._takers.alerts.issued,
+            is_leak="leak" in alerts,
             limit_bytes=self._reader.last.limit_bytes,
             rank_peaks_bytes=rank_peaks_bytes,
             workers_bytes=self._reader.most_workers_bytes,
@@ -350,7 +351,9 @@ class Run:
         )
         flops = steady.flops
         fits = ""
-        if is_complete and self._plan is not None:
+        # The size may not fit in a longer run, or without steps that a guard has split.
+        is_proven = not self._reader.last.ooms and not {"leak", "elsewhere"} & alerts.keys()
+        if is_complete and self._plan is not None and is_proven:
             device = value_or_none("The device", device_name, trainer.strategy.root_device)
             fits = fits_text(self._plan, memory, f"{device}", str(trainer.precision))
         return Summary(
@@ -363,7 +366,7 @@ class Run:
             ),
             None if steady.modules is None else steady.modules.peak,
             None if flops is None else flops.rate(totals.times.samples.per_second()),
-            tuple(self._takers.alerts.issued.values()),
+            tuple(alerts.values()),
             fits,
         )
 

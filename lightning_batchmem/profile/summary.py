@@ -180,7 +180,8 @@ class Summary:
         flops: the floating-point operations, with ``MemoryProfiler(flops=True)``; None without it.
         alerts: the alerts of the run, in their order.
         fits: a line for a README or an issue, with the size of a BatchFinder's plan, the memory
-            that it takes, and where; empty without a plan, and after an error.
+            that it takes, and where; empty without a plan, after an error, and where allocations
+            failed, memory grew or a part of it was not measured.
     """
 
     device: str
