@@ -102,7 +102,7 @@ class MemoryProfiler(Callback):
         peak_flops: float | None = None,
     ) -> None:
         is_step = type(snapshot) is int and snapshot >= 0
-        if (not is_step and snapshot not in (None, "on_oom")) or isinstance(snapshot, bool):
+        if not is_step and snapshot not in (None, "on_oom"):
             raise ValueError(
                 f'snapshot must be "on_oom", the number of a step or None, got {snapshot!r}'
             )

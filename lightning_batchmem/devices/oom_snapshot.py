@@ -39,7 +39,7 @@ class OomSnapshot:
         if device.type != "cuda":
             reason = "it needs a CUDA device"
         elif directory is None:
-            reason = "log_dir is not local"
+            reason = "fast_dev_run, and a log_dir that is not local, get no files"
         else:
             try:
                 return cls(directory)
@@ -105,7 +105,8 @@ class StepSnapshot:
 
     def begin_step(self, number: int) -> None:
         """Begin to record if it is the step."""
-        if number == self._number:
+        # It may begin again, because a step that Lightning skips does not count.
+        if number == self._number and self._recording is None:
             self._recording = OomSnapshot.start(self._directory, self._device)
 
     def end_step(self, rank: int) -> str:

@@ -74,6 +74,20 @@ def test_the_profiler_writes_that_of_one_step(tmp_path, number):
     assert not sizes & {10, 11, 12, 14}
 
 
+@pytest.mark.filterwarnings("ignore:GPU utilization cannot be read")
+@pytest.mark.parametrize("skipped", [1, None])
+def test_the_record_ends_after_a_step_that_lightning_skips(tmp_path, skipped):
+    """Lightning ends an epoch there, and the next step that ends has the same number."""
+    module = Marks()
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == skipped else None
+    options = {"accelerator": "gpu", "devices": 1, "max_epochs": 3, "limit_val_batches": 0}
+    profiler = MemoryProfiler(snapshot=1, csv=False)
+    quiet_trainer(profiler, default_root_dir=tmp_path, limit_train_batches=2, **options).fit(module)
+    assert not torch._C._cuda_isHistoryEnabled()
+    (path,) = tmp_path.rglob("*.pickle")
+    assert path.name == "step_1_snapshot_rank0.pickle"
+
+
 class Marks(BoringModel):
     """Takes 10 MiB in step 0, 11 MiB in step 1 and so on."""
 
