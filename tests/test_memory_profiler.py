@@ -21,7 +21,7 @@ from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.oom_snapshot import OomSnapshot
-from lightning_batchmem.profile import device_reader
+from lightning_batchmem.profile import device_reader, steady_breakdown
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.recorder import StepClock
 from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
@@ -999,6 +999,39 @@ def test_the_allocation_that_ends_a_run_is_not_in_a_step_that_went_on(
     assert profiler.summary.alerts == ()
 
 
+def test_the_error_of_another_library_counts_as_no_allocation(tmp_path, device_memory, monkeypatch):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+    recorder = Recorder()
+
+    def work(step, where):
+        if step == 3:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    trainer = trainer_for(tmp_path, MemoryProfiler(), logger=recorder, log_every_n_steps=50)
+    with pytest.raises(RuntimeError, match="CUBLAS"):
+        trainer.fit(Net(work), data())
+    assert [metrics["memory/ooms"] for _, metrics in recorder.ours] == [0]
+
+
+@pytest.mark.filterwarnings("ignore:MemoryProfiler. ")
+@pytest.mark.parametrize("kind", ["leak", "elsewhere", "failed", ""])
+def test_a_size_whose_memory_is_not_known_has_no_line_to_paste(
+    tmp_path, device_memory, monkeypatch, kind
+):
+    if kind == "elsewhere":
+        monkeypatch.setattr(steady_breakdown, "elsewhere", lambda *_: "1.0 MiB on cuda:1")
+
+    def work(step, where):
+        if kind == "leak" and where == "forward":
+            device_memory.use(MIB)
+        if kind == "failed" and step == 3:
+            device_memory.num_ooms = 1
+
+    profiler, _ = profiled(tmp_path, Net(work), Planned(), loader=data(samples=400))
+    assert bool(profiler.summary.fits) == (not kind)
+    assert len(profiler.summary.alerts) == bool(kind)
+
+
 def wait(_):
     """Keep a worker alive until it is read."""
     time.sleep(0.05)
@@ -1337,6 +1370,11 @@ def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, de
         ("backward", 3, "in train step 3 with a batch of 4 samples, in backward"),
         ("validation", 6, "in validate step 0 with a batch of 4 samples"),
         ("epoch end", 6, "after train step 5 and before the next one, in a hook or a callback"),
+        (
+            "validation start",
+            6,
+            "after train step 5 and before the next one, in a hook or a callback",
+        ),
     ],
 )
 def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
@@ -1361,8 +1399,12 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
         device_memory.free()
 
     monkeypatch.setattr(OomSnapshot, "start", start)
-    end = At(on_train_epoch_end=lambda trainer, module: work(module.steps, "epoch end"))
-    trainer = trainer_for(tmp_path, MemoryProfiler(snapshot="on_oom"), end, num_sanity_val_steps=0)
+    hooks = At(
+        on_train_epoch_end=lambda trainer, module: work(module.steps, "epoch end"),
+        on_validation_epoch_start=lambda trainer, module: work(module.steps, "validation start"),
+    )
+    profiler = MemoryProfiler(snapshot="on_oom")
+    trainer = trainer_for(tmp_path, profiler, hooks, num_sanity_val_steps=0)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer.fit(Validated(work), data(), data(samples=8))
     note = f"MemoryProfiler: memory ran out {text}."

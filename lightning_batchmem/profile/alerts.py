@@ -113,8 +113,7 @@ class Alerts:
         # What grows would fill the memory at a smaller size too.
         if limit_bytes and is_nearly_full and "leak" not in self.issued:
             self.issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
-        # An error may come from another library than torch, whose allocator counts nothing then.
-        if (count := interval.reading.ooms or 0) > 0 and not self._has_guard:
+        if (count := interval.reading.ooms or 0) and not self._has_guard:
             self.issue("failed", count=counted(count, "time"))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None and interval.stage == self._stage:

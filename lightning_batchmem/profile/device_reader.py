@@ -79,7 +79,7 @@ class DeviceReader:
             self._read_workers()
         counters = self._counters()
         before = self._events_before
-        events = {name: count - before.get(name, 0) for name, count in counters.items()}
+        events = {name: max(0, count - before.get(name, 0)) for name, count in counters.items()}
         limit_bytes = self._limit_bytes()
         # The limit of a CPU is fixed where it is that of a plan.
         is_fixed = self.cores is None or limit_bytes == self._max_limit_bytes
@@ -107,7 +107,10 @@ class DeviceReader:
         self._next_reading = -math.inf
 
     def ignore_failure(self) -> None:
-        """Leave the allocation that ends a run out of those that failed."""
+        """Leave the allocation that ends a run out of those that failed.
+
+        If another library than torch raised the error, its allocator has counted nothing.
+        """
         self._events_before = {
             name: count + (name == "num_ooms") for name, count in self._events_before.items()
         }

@@ -300,18 +300,21 @@ class StepRecorder:
 
     def explain_out_of_memory(self, error: BaseException, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""
+        clock = self.clock
         where = "before the first step"
-        if self.clock.steps > 0:
-            number = self.clock.number
-            stage = self.clock.stage
-            where = f"after {stage} step {number} and before the next one, in a hook or a callback"
-        if self.clock.in_step:
-            where = f"in {self.clock.stage} step {self.clock.number}"
+        if clock.in_step:
+            where = f"in {clock.stage} step {clock.number}"
             if (samples := self._counter.samples(self._batch)) is not None:
                 where += f" with a batch of {counted(samples, 'sample')}"
             phase = value_or_none("An error", phase_of, error)
-            if phase and self.clock.stage == "train":
+            if phase and clock.stage == "train":
                 where += f", in {phase}"
+        # Before the first step of a validation, the last one is of the training.
+        elif (last := clock if clock.steps else self.run_clock).steps:
+            where = (
+                f"after {last.stage} step {last.number} and before the next one, in a hook or a"
+                " callback"
+            )
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
         return f"memory ran out {where}."
