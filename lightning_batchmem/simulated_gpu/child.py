@@ -199,6 +199,8 @@ def _keep_from_cudnn(torch: Any) -> None:
     """Let torch take its own kernels for the operators that cuDNN cannot plan without a device."""
     for name in _NEED_A_DEVICE:
         own = _without_cudnn(torch, getattr(torch, name))
+        # TorchScript finds an operator by its function. It is private in torch 2.5.1 to 2.14.
+        torch.jit._builtins._register_builtin(own, f"aten::{name}")
         setattr(torch, name, own)
         # ``torch.nn.LSTM`` and its like look for the operators here.
         setattr(torch._VF, name, own)

@@ -247,7 +247,10 @@ def _outcome(program: Program, gpu: Gpu, code: int, files: Mapping[str, Path]) -
             return Outcome(gpu, nothing_fits=result["nothing_fits"])
         return Outcome(gpu, error=result.get("refusal") or _error_text(program, result))
     if code == _NOT_MODELLED and files["report"].exists():
-        return Outcome(gpu, error=files["report"].read_text(encoding="utf-8").strip())
+        text = files["report"].read_text(encoding="utf-8").strip()
+        if "libcudnn" in text:
+            text += " With CUDA_STUB_CUDNN=0 torch takes kernels of its own."
+        return Outcome(gpu, error=text)
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"
     elif code > 0:

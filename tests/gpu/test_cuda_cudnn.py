@@ -38,8 +38,12 @@ def test_attention_is_compiled_where_torch_prefers_cudnn(capability, prefers):
     assert found == {"prefers_cudnn": prefers, "has_gradient": True}
 
 
-def test_a_function_that_needs_a_device_ends_the_process_by_name():
+@pytest.mark.parametrize(
+    ("case", "function"),
+    [("older_interface", r"cudnnSpatialTf\w+"), ("scripted", r"cudnnGetBatchNormalization\w+")],
+)
+def test_a_function_that_needs_a_device_ends_the_process_by_name(case, function):
     with pytest.raises(RuntimeError, match=r"ended with 70:\n") as ended:
-        run("older_interface")
-    pattern = r"does not have cudnnSpatialTf\w+ of libcudnn.so.9, which libtorch_cuda.so calls\."
+        run(case)
+    pattern = rf"does not have {function} of libcudnn.so.9, which libtorch_cuda.so calls\."
     assert re.search(pattern, str(ended.value)), ended.value

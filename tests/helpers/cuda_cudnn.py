@@ -75,7 +75,15 @@ def older_interface() -> dict[str, Any]:
     return {}
 
 
+def scripted() -> dict[str, Any]:
+    """TorchScript calls the operator itself, which ends the process."""
+    layer = torch.jit.script(nn.BatchNorm2d(8)).to("cuda")
+    layer(torch.empty(4, 8, 6, 6, device="cuda"))
+    return {}
+
+
 CASES = {
+    "scripted": scripted,
     "convolution": convolution,
     "recurrent_and_normalized": recurrent_and_normalized,
     "attention": attention,
