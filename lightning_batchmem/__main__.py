@@ -183,7 +183,7 @@ def check(
     grown: list[str] = []
     if update:
         _write_file(reference, to_json(now))
-        lines = [f"{reference}"]
+        lines = [f"{reference} has the memory of this step now"]
     else:
         grown, smaller = memory_test.compared(before, now, tolerance)
         lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]

@@ -471,6 +471,8 @@ def test_wrong_arguments_are_one_line(project, capsys, arguments, message):
 
 # --- check
 
+WRITTEN = "memory.json has the memory of this step now"
+
 
 def check(target, *arguments):
     return main(["check", f"my_project:{target}", *arguments])
@@ -478,7 +480,7 @@ def check(target, *arguments):
 
 def test_a_reference_is_written_and_compared(project, capsys):
     assert check("make", "--update", "true") == 0
-    assert capsys.readouterr().out == "memory.json\n"
+    assert capsys.readouterr().out == f"{WRITTEN}\n"
     content = json.loads(Path("memory.json").read_text())
     assert list(content["phases"]) == ["forward", "backward", "optimizer_step"]
     assert check("make", "--tolerance", "0") == 0
@@ -525,7 +527,10 @@ def test_two_processes_write_the_same_file(project):
     done = subprocess.run(
         [*command, "--reference", "other.json", "--update", "true"], capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout) == (0, "other.json\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"{WRITTEN}\n".replace("memory.json", "other.json"),
+    ), done.stderr
     assert check("wider", "--update", "true") == 0
     # The process of the tests has run other models before.
     assert Path("memory.json").read_bytes() == Path("other.json").read_bytes()
@@ -642,7 +647,7 @@ def test_the_memory_test_on_a_simulated_gpu(simulated, capsys):
     assert (gpu, context_bytes, options) == ("RTX-4090", 426 * 2**20, {})
     where = "memory of a step on a simulated RTX-4090; nothing here ran on a GPU"
     first = [where, "note: All are assumed."]
-    assert capsys.readouterr().out.splitlines() == [*first, "memory.json"]
+    assert capsys.readouterr().out.splitlines() == [*first, WRITTEN]
     assert json.loads(Path("memory.json").read_text())["device"] == ours
     assert check("make", *words) == 0
     assert capsys.readouterr().out.splitlines() == [*first, "equal to memory.json within 1 %"]
@@ -697,13 +702,14 @@ def test_simulate_lists_the_gpus(capsys):
         ("simulate RTX-4090 --objective throughput train.py", "objective must be memory"),
         ("simulate RTX-4090 --max_batch_size 0 train.py", "max_batch_size must be a whole number"),
         ("simulate RTX-4090 --no_such 3 train.py", "unrecognized arguments: --no_such=3"),
-        ("simulate RTX-4090", "program"),
+        ("simulate RTX-4090", "must be followed by a GPU and a program, as in `simulate RTX-4090"),
+        ("simulate train.py --out plan.json", "must be followed by a GPU and a program"),
         ("find my_project:make --gpu 8GiB --plan plan.json", "plan must be null"),
         ("check my_project:make --gpu RTX-4091 --update true", "RTX-4090"),
         ("check my_project:make --gpu 8GiB,9GiB --update true", "is neither a known GPU nor"),
         ("check my_project:make --gpu 99MiB --update true", "a GPU of 99MiB has no room"),
         ("check my_project:make --gpu 8GiB", "memory.json does not exist. Write it with --update"),
-        ("simulate", "gpus"),
+        ("simulate", "must be followed by a GPU and a program"),
     ],
 )
 def test_bad_input_of_simulate_is_one_line(simulated, capsys, command, message):

@@ -20,6 +20,9 @@ def with_program_as_list(words: list[str]) -> list[str]:
 
     These arguments may have the names of options. An option becomes one word with its value, so
     that an unknown one is an error of its own.
+
+    Raises:
+        ValueError: if there is no GPU, or no program.
     """
     if words[:1] != ["simulate"]:
         return words
@@ -37,6 +40,11 @@ def with_program_as_list(words: list[str]) -> list[str]:
                 return [*joined, json.dumps([word, *remaining])]
             has_gpus = True
         joined.append(word)
+    if not {"-h", "--help"} & set(joined):
+        raise ValueError(
+            "simulate must be followed by a GPU and a program, as in `simulate RTX-4090 train.py`;"
+            " `simulate --list` prints the GPUs"
+        )
     return joined
 
 

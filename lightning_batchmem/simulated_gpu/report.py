@@ -67,6 +67,9 @@ def table_of(outcomes: Sequence[Outcome], context_bytes: int) -> str:
             f"+{_HIGHER}: what fits if peaks on the real GPU are higher by it",
             f"assumed: {_assumed(context_bytes)}",
         ]
+        # They differ in their numbers, and would be longer than the table.
+        if any(set(plan.notes) - set(remarks) for plan in plans):
+            remarks.append("a plan has more notes, which simulate prints for a single GPU")
     table = table_text(headings, map(_row, outcomes), left=2)
     return "\n".join([table, "", *[_wrapped(f"- {remark}") for remark in remarks]])
 

@@ -34,6 +34,7 @@ MEMORY_TEST = "memory_test"
 # may decide what a step does: counters, and places in a memory bank.
 _LARGEST_SAVED_BYTES = 2**20
 
+_FIRST_WITHOUT_DEVICE = 90_800
 # Modules for which PyTorch takes cuDNN on a real GPU.
 _CONVOLUTIONS = (
     *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
@@ -159,7 +160,9 @@ def _notes_about_cudnn(model: torch.nn.Module, *, is_simulated: bool) -> list[st
         # This function of torch has no type annotations.
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         major, rest = divmod(version or 0, 10_000)
-        text += f" {major}.{rest // 100} (9.8 is the first that can plan without a GPU)"
+        text += f" {major}.{rest // 100}"
+        if (version or 0) < _FIRST_WITHOUT_DEVICE:
+            text += " (9.8 is the first that can plan without a GPU)"
     return [f"{text}. They may need more or less memory."]
 
 
@@ -190,7 +193,10 @@ def _check_trainer(trainer: Trainer) -> None:
             raise ValueError(f"the Trainer has {name}=0, so nothing is trained")
     device = trainer.strategy.root_device
     if device.type != "cuda":
-        raise ValueError(f"the Trainer trains on {device}, so no GPU limits its batch size")
+        raise ValueError(
+            f"the Trainer trains on {device}, so no GPU limits its batch size; run the program with"
+            ' accelerator="gpu"'
+        )
     if not hasattr(ctypes.CDLL(None), "cuda_stub_resize"):
         raise ValueError(
             "the library of the simulated GPU is not loaded: this system ignores LD_PRELOAD"
@@ -213,7 +219,9 @@ def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -
     options: dict[str, Any] = {"min_steps_per_epoch": None}
     if of_project:
         options = asdict(of_project[0].options)
-        notes.append("The options are those of the project's BatchFinder.")
+        # An earlier plan is of another device.
+        left_out = ", without its plan" if of_project[0]._given_plan is not None else ""
+        notes.append(f"The options are those of the project's BatchFinder{left_out}.")
         if objective_of(of_project[0].options).times_steps:
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"

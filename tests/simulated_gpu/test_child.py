@@ -68,7 +68,8 @@ def program(trainer="", fit=FIT):
 
 def test_a_training_on_the_cpu_is_refused_and_does_not_run(run):
     process, result = run(program("accelerator='cpu',"))
-    assert result == {"refusal": "the Trainer trains on cpu, so no GPU limits its batch size"}
+    refusal = "the Trainer trains on cpu, so no GPU limits its batch size; run the program with"
+    assert result == {"refusal": f'{refusal} accelerator="gpu"'}
     assert process.returncode == 0
     assert "arguments ['--epochs', '3'] preload None the user's own" in process.stdout
     assert "trained" not in process.stdout

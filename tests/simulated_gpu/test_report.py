@@ -51,7 +51,8 @@ def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **ch
 
 
 def outcome_of(**changes):
-    return Outcome(gpu_named("RTX-4090"), plan_of(**changes), ("All are assumed.",))
+    notes = ("All are assumed.", *changes.pop("notes", ()))
+    return Outcome(gpu_named("RTX-4090"), plan_of(notes=notes, **changes), notes[:1])
 
 
 def test_the_text_answers_both_questions():
@@ -145,7 +146,7 @@ def test_a_table_has_a_row_for_each_gpu_in_80_columns():
     nothing = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits: " + "too large " * 12)
     failed = Outcome(gpu_named("24GiB"), error="train.py ended with exit code 1")
     text = table_of(
-        [outcome_of(), outcome_of(project=80, limited_by="memory"), nothing, failed], CONTEXT_BYTES
+        [outcome_of(), outcome_of(project=80, notes=("It grows.",)), nothing, failed], CONTEXT_BYTES
     )
     assert all(len(line) <= 80 for line in text.splitlines())
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]
@@ -155,6 +156,8 @@ def test_a_table_has_a_row_for_each_gpu_in_80_columns():
     assert rows[4] == ["8GiB", "-", "none", "-", "-"]
     assert rows[5] == ["24GiB", "-", "failed", "-", "-"]
     assert text.count("- All are assumed.") == 1
+    assert text.endswith("\n- a plan has more notes, which simulate prints for a single GPU")
+    assert "more notes" not in table_of([outcome_of(), nothing], CONTEXT_BYTES)
     assert "- 8GiB: Nothing fits: too large" in text
     assert "- 24GiB: train.py ended with exit code 1" in text
 

@@ -137,6 +137,12 @@ def test_a_finder_of_the_project_keeps_its_options_and_its_policy(finders):
     ]
 
 
+def test_the_plan_of_a_finder_of_the_project_is_left_out_and_named(finders):
+    result = run(quiet_trainer(BatchFinder(plan="plan.json")))
+    left_out = "The options are those of the project's BatchFinder, without its plan."
+    assert result["assumptions"][0] == left_out
+
+
 def test_the_finder_of_lightning_does_not_search_too(finders):
     trainer = Trainer(
         accelerator="cpu",
@@ -200,6 +206,10 @@ def test_layers_that_do_not_run_on_cudnn_are_named(finders, monkeypatch):
         "Convolutions and recurrent layers ran on PyTorch's own kernels and not on cuDNN's"
         f" {version}. {more}"
     ]
+    # The environment variable switches it off.
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92_400)
+    text = f"Convolutions ran on PyTorch's own kernels and not on cuDNN's 9.24. {more}"
+    assert assumed_with(convolution) == [text]
     monkeypatch.setitem(REQUEST, "simulates_cudnn", True)
     assert assumed_with(convolution) == []
     assert assumed_with(convolution, recurrent) == [
