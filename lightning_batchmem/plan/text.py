@@ -131,7 +131,8 @@ def _known_sizes(plan: Plan) -> str:
     """The largest size that fits and the fastest size, and how each of them is known."""
     largest = plan.largest_batch_size or plan.batch_size
     verified = _rehearsed_sizes(plan)
-    rehearsed = "rehearsed" if plan.simulated else "verified"
+    # What later steps keep may not fit, and a simulated GPU is no proof.
+    rehearsed = "verified" if plan.verified else "rehearsed"
     how_known = rehearsed if largest in verified else "predicted"
     if plan.chosen.state:
         how_known += f", {plan.chosen.state}"
@@ -144,7 +145,7 @@ def _known_sizes(plan: Plan) -> str:
         return text
     details = []
     if fastest in verified and fastest != largest:
-        details.append("verified")
+        details.append(rehearsed)
     if fastest in speeds:
         details.append(f"{plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s")
         if speeds.get(largest, 0.0) > 0 and largest != fastest:

@@ -202,6 +202,14 @@ def test_a_plan_without_some_readings_is_shown():
         assert "fits 64 (predicted)" in text
 
 
+@pytest.mark.parametrize(("verified", "word"), [(True, "verified"), (False, "rehearsed")])
+def test_a_size_of_a_plan_that_is_not_verified_is_not_either(verified, word):
+    """Later steps may keep more than there is room for."""
+    text = str(plan_with(PLAN, verified=verified))
+    assert f"fits 32 ({word})" in text
+    assert ("not verified" in text) == (not verified)
+
+
 def test_a_long_text_is_cut_off():
     text = str(with_text(10_000_000 * "x"))
     assert len(text) < 40_000
