@@ -217,7 +217,7 @@ def _speed(steps: int, speed: RunSpeed) -> str:
     if first_seconds > _LONG_FIRST * speed.step_seconds:
         is_long = first_seconds >= 1.0
         first = f"{first_seconds:,.2f} s" if is_long else f"{1e3 * first_seconds:,.1f} ms"
-        text += f" after a first step of {first}"
+        text += f" (the first: {first})"
     if speed.samples_per_second is not None:
         text += f", {speed.samples_per_second:,.1f} samples/s"
     if speed.items_per_second is not None:

@@ -124,11 +124,11 @@ def test_every_part_with_its_share():
         (CUDA, [], ["Energy"]),
         (
             with_speed(SUMMARY, first_step_seconds=0.0251),
-            ["1,200 steps of 12.5 ms after a first step of 25.1 ms, 1,234.5 samples/s"],
+            ["1,200 steps of 12.5 ms (the first: 25.1 ms), 1,234.5 samples/s"],
             [],
         ),
-        (with_speed(SUMMARY, first_step_seconds=4.5), ["after a first step of 4.50 s"], []),
-        (with_speed(SUMMARY, first_step_seconds=0.0249), ["of 12.5 ms,"], ["first step of"]),
+        (with_speed(SUMMARY, first_step_seconds=4.5), ["12.5 ms (the first: 4.50 s), 1,234.5"], []),
+        (with_speed(SUMMARY, first_step_seconds=0.0249), ["of 12.5 ms,"], ["the first:"]),
         (with_memory(SUMMARY, workers_bytes=173 * MIB), ["| loader workers | 173.0 MiB | |"], []),
         # A hook may use more than any step.
         (
