@@ -34,7 +34,7 @@ def main() -> None:
         callbacks=[MemoryProfiler(), finder],
     )
     digits = Digits()
-    trainer.fit(Classifier(), datamodule=digits)
+    trainer.fit(Classifier(8), datamodule=digits)
     assert finder.plan is not None
     print(f"rank {trainer.global_rank} trained with the batch size {digits.batch_size}", flush=True)
     # All ranks have printed their line before the first rank prints the last one.

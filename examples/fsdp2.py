@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from quickstart import Classifier, Digits, Residual
+from quickstart import Classifier, Digits
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
@@ -42,7 +43,7 @@ class ShardedClassifier(Classifier):
         assert self.device_mesh is not None
         mesh = self.device_mesh["data_parallel"]
         for block in self.network:
-            if isinstance(block, Residual):
+            if isinstance(block, (nn.Sequential, nn.Linear)):
                 fully_shard(block, mesh=mesh)
         fully_shard(self.network, mesh=mesh)
 
@@ -68,7 +69,7 @@ def main() -> None:
         callbacks=[MemoryProfiler(), finder],
     )
     digits = Digits()
-    classifier = ShardedClassifier()
+    classifier = ShardedClassifier(8)
     trainer.fit(classifier, datamodule=digits)
     assert finder.plan is not None
     parameters = list(classifier.parameters())

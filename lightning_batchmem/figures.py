@@ -110,7 +110,7 @@ def _draw_trials(axes: Axes, plan: Plan, last_size: float) -> None:
         # The line may bend, because it is the highest line of all phases.
         sizes = [last_size * percent / 100 for percent in range(101)]
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
-        axes.plot(sizes, predicted, label="fitted line", color=_BLUE, linewidth=1.8)
+        axes.plot(sizes, predicted, label="tensors, predicted", color=_BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
     held = [trial.held_bytes / MIB for trial in completed]
     live = [trial.peak_bytes / MIB for trial in completed]

@@ -79,7 +79,7 @@ def test_a_budget_is_named_on_the_axes():
 
 def test_memory_has_trials_line_limit_and_chosen_size():
     shown = lines(plot_search(PLAN))
-    sizes, predicted = shown.pop("fitted line")
+    sizes, predicted = shown.pop("tensors, predicted")
     assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
     assert shown == {

@@ -171,9 +171,10 @@ def conclusion(speed: RunSpeed, memory: RunMemory) -> str:
         # A device may work while the process waits for data, or for another process.
         if wait_share > _MAX_WAIT_SHARE:
             return ""
+        device = "CPU" if is_host else "GPU"
         return (
-            f"Limited by compute: the device was {speed.busy_percent:.0f}% busy."
-            " A lower precision, torch.compile or a faster device helps."
+            f"Limited by compute: the {device} was {speed.busy_percent:.0f}% busy."
+            f" A lower precision, torch.compile or a faster {device} helps."
         )
     if not memory.limit_bytes:
         return ""

@@ -32,7 +32,7 @@ def test_the_quickstart_ends_with_five_lines_that_hold(tmp_path):
     summary = Summary.from_json((folder / "memory_summary.json").read_text())
     faster, after, before = re.fullmatch(
         r"speed     ([\d.]+) times as fast: ([\d,]+) samples/s in \d+ training steps,"
-        r" instead of ([\d,]+) in 100",
+        r" instead of ([\d,]+) in 20",
         speed,
     ).groups()
     assert after == f"{summary.speed.samples_per_second:,.0f}"
@@ -42,5 +42,5 @@ def test_the_quickstart_ends_with_five_lines_that_hold(tmp_path):
     numbers = re.fullmatch(r"memory    peak ([\d,]+) MiB, limit ([\d,]+) MiB", memory).groups()
     peak, limit = (int(number.replace(",", "")) for number in numbers)
     assert peak <= limit
-    assert limit >= 750
-    assert float(accuracy.split()[1]) >= 0.95
+    assert limit >= 1400
+    assert float(accuracy.split()[1]) >= 0.9

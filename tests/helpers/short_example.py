@@ -1,4 +1,4 @@
-"""Run examples with a smaller network: ``python -m tests.helpers.short_example ddp fsdp2``."""
+"""Run examples on one core: ``python -m tests.helpers.short_example ddp fsdp2``."""
 
 import runpy
 import sys
@@ -11,9 +11,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES))
-    from quickstart import Classifier
-
-    Classifier.__init__.__defaults__ = (4, 3e-3)
     for name in sys.argv[1:]:
         # The line separates the outputs of the examples.
         print(f"example {name}", flush=True)  # noqa: T201

@@ -238,7 +238,7 @@ def test_what_limits_the_run_is_the_first_line():
     full_cuda = with_memory(CUDA, limit_bytes=2100 * MIB)
     assert lines(full_cuda)[0].startswith("Limited by memory: 100%")
     busy = lines(with_speed(full, busy_percent=96.0, cores=2))
-    assert busy[0].startswith("Limited by compute: the device was 96% busy.")
+    assert busy[0].startswith("Limited by compute: the CPU was 96% busy.")
     assert "Cores of this process (2): 96.0% busy" in busy
     assert "of all processes" not in "".join(busy)
     assert "GPU: 20.0% busy, of all processes on it" in lines(with_speed(CUDA, busy_percent=20.0))
@@ -252,7 +252,7 @@ def test_what_limits_the_run_is_the_first_line():
     [
         (0.64, 990, 89.0, "Limited by data: 64% of the time passed before the batch arrived."),
         (0.5, 990, None, "Limited by memory: 99% of the limit."),
-        (0.5, 990, 95.0, "Limited by compute: the device was 95% busy."),
+        (0.5, 990, 95.0, "Limited by compute: the GPU was 95% busy."),
         # A busy device may work while the process waits, or for another process.
         (0.9, 990, 95.0, ""),
         (0.1, 970, 60.0, "Limited by memory: 97% of the limit."),
