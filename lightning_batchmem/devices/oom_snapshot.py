@@ -39,7 +39,7 @@ class OomSnapshot:
         if device.type != "cuda":
             reason = "it needs a CUDA device"
         elif directory is None:
-            reason = "fast_dev_run, and a log_dir that is not local, get no files"
+            reason = "it needs a log_dir that is local, and a run without fast_dev_run"
         else:
             try:
                 return cls(directory)

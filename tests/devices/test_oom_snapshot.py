@@ -118,7 +118,7 @@ def test_a_failure_is_a_sentence_and_leaves_no_half_file(history, tmp_path, erro
     ("device", "is_local", "reason"),
     [
         ("cpu", True, "it needs a CUDA device"),
-        ("cuda", False, "log_dir is not local"),
+        ("cuda", False, "it needs a log_dir that is local, and a run without fast_dev_run"),
         ("cuda", True, "cudaMallocAsync has no history"),
     ],
 )
