@@ -6,11 +6,12 @@ global state. Each ``plot_`` function returns ``None`` when there is nothing to 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import MIB, device_text
+from lightning_batchmem.plan.records import MIB, Trial, device_text, mib
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 from lightning_batchmem.profile.step_csv import Row
 
@@ -36,34 +37,49 @@ _STEP_LINES = {
 }
 # Without clipping, a point near size 0 is not cut off by the axis.
 _POINTS: dict[str, Any] = {"marker": "o", "linestyle": "none", "markersize": 6, "clip_on": False}
+# A label is above its point, and covers lines behind it.
+_LABEL: dict[str, Any] = {
+    "xytext": (0, 6),
+    "textcoords": "offset points",
+    "horizontalalignment": "center",
+    "fontsize": 9,
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
+# Labels of sizes with at least this ratio do not overlap. The axis ends this far from the sizes.
+_MARGIN = 1.4
+_TITLE_COLUMNS = 86
+_NUMBER = "{x:,.0f}"
 
 
 def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     """Plot the peaks of every step, and the last limit.
 
-    A step of a validation is drawn at the training step before it.
+    The highest peak of a validation is drawn at the training step before it.
     """
     if not any(row["peak_allocated_mib"] for row in rows):
         return None
     figure, (axes,) = _new_panels("Peak memory of each step", "step", "memory (MiB)")
-    lines: dict[str, list[tuple[int, float | None]]] = {name: [] for name in _STEP_LINES}
+    peaks: dict[str, dict[int, float]] = {name: {} for name in _STEP_LINES}
     step = 0
     for row in rows:
+        readings = {"validation": row["peak_allocated_mib"]}
         if row["stage"] == rows[0]["stage"]:
             step = row["step"]
-            lines["reserved"].append((step, row.get("peak_reserved_mib")))
-            lines["peak"].append((step, row["peak_allocated_mib"]))
-        else:
-            lines["validation"].append((step, row["peak_allocated_mib"]))
-    known = {
-        name: [point for point in points if point[1] is not None] for name, points in lines.items()
-    }
+            readings = {
+                "reserved": row.get("peak_reserved_mib"),
+                "peak": row["peak_allocated_mib"],
+            }
+        for name, peak_mib in readings.items():
+            if peak_mib is not None:
+                peaks[name][step] = max(peak_mib, peaks[name].get(step, peak_mib))
     # Only an allocator reserves memory; without one a peak is that of the process.
-    peak = "tensors" if known["reserved"] else "process"
-    labels = {"reserved": "process", "peak": peak, "validation": f"{peak} (validation)"}
+    peak = "tensors" if peaks["reserved"] else "process"
+    labels = {"reserved": "process", "peak": peak, "validation": f"{peak}, peak of a validation"}
     for name, (style, color) in _STEP_LINES.items():
-        if known[name]:
-            axes.plot(*zip(*known[name], strict=True), style, label=labels[name], color=color)
+        if peaks[name]:
+            axes.plot(
+                *zip(*peaks[name].items(), strict=True), style, label=labels[name], color=color
+            )
     limits = [row["limit_mib"] for row in rows if row.get("limit_mib") is not None]
     _draw_limit(axes, limits[-1] if limits else None)
     return _with_legend(figure)
@@ -72,57 +88,83 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
 def plot_search(plan: Plan) -> Figure | None:
     """Plot the memory of a step, and below it the throughput of a rank, over the batch size.
 
-    Memory has the trials, the fitted line and the limit. Throughput has the sizes that were
-    measured. Both have the chosen size and the fastest one. ``None`` if no size was measured.
+    Memory has the trials, the fitted line, the limit and what stays free. Throughput has the sizes
+    that were measured. Both have the chosen size and the fastest one; the title has the reason.
+    ``None`` if no size was measured.
     """
-    if not any(trial.peak_bytes for trial in plan.trials if trial.outcome == "ok"):
+    completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
+    if not completed:
         return None
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Memory and throughput{of_rank}{plan.device and f' on {device_text(plan.device)}'}"
     speeds = measured_speeds(plan.trials)
     y_labels = ["memory (MiB)", f"throughput ({plan.unit.items}/s)"]
     figure, panels = _new_panels(title, plan.unit.name, *y_labels[: 1 + bool(speeds)])
-    last_size = 1.1 * max(plan.batch_size, *(trial.batch_size for trial in plan.trials))
-    _draw_trials(panels[0], plan, last_size)
+    if plan.reason:
+        reason = textwrap.fill(plan.reason, _TITLE_COLUMNS)
+        panels[0].set_title(f"{title}\n{reason}", loc="left", fontsize=9)
+    sizes = sorted({plan.batch_size, *(trial.batch_size for trial in plan.trials)})
+    # The axis is logarithmic, because a search begins with small sizes.
+    panels[0].set_xscale("log")
+    panels[0].set_xlim(sizes[0] / _MARGIN, sizes[-1] * _MARGIN)
+    ticks = _apart(sizes, plan.batch_size)
+    panels[0].set_xticks(ticks)
+    panels[0].xaxis.set_major_formatter(_NUMBER)
+    panels[0].minorticks_off()
+    _draw_trials(panels[0], plan, completed)
     if speeds:
-        sizes = [speed.batch_size for speed in speeds]
-        measured = [speed.samples_per_second for speed in speeds]
+        measured = {speed.batch_size: speed.samples_per_second for speed in speeds}
         connected = {**_POINTS, "linestyle": "solid"}
-        panels[1].plot(sizes, measured, label="measured", color=_BLACK, **connected)
-        panels[1].set_ylim(0, 1.15 * max(measured))
+        panels[1].plot(*zip(*measured.items(), strict=True), color=_BLACK, **connected)
+        panels[1].set_ylim(0, 1.25 * max(measured.values()))
+        for size in measured.keys() & ticks:
+            text = f"{measured[size]:,.0f}"
+            panels[1].annotate(text, (size, measured[size]), **_LABEL)
     lines = {plan.batch_size: ("chosen", _GREEN, "--")}
     if plan.fastest_batch_size is not None:
         lines.setdefault(plan.fastest_batch_size, ("fastest", _PURPLE, "-."))
     for panel in panels:
-        panel.set_xlim(0, last_size)
         for size, (name, color, style) in lines.items():
             # The first panel has the names of these lines for both.
             label = f"{name}: {size:,}" if panel is panels[0] else None
-            panel.axvline(size, label=label, color=color, linestyle=style, linewidth=1.8)
+            panel.axvline(size, label=label, color=color, linestyle=style, linewidth=1.8, zorder=1)
     return _with_legend(figure)
 
 
-def _draw_trials(axes: Axes, plan: Plan, last_size: float) -> None:
-    completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
+def _apart(sizes: Sequence[int], chosen: int) -> list[int]:
+    """The sizes whose labels do not overlap: the chosen one, and others apart from it."""
+    kept = [chosen]
+    for size in reversed(sizes):
+        if all(max(size, other) >= _MARGIN * min(size, other) for other in kept):
+            kept.append(size)
+    return kept
+
+
+def _draw_trials(axes: Axes, plan: Plan, completed: Sequence[Trial]) -> None:
     failed = [trial.batch_size for trial in plan.trials if trial.outcome != "ok"]
     limit = plan.limit_bytes / MIB
     if plan.memory is not None:
         # The line may bend, because it is the highest line of all phases.
-        sizes = [last_size * percent / 100 for percent in range(101)]
+        left, right = axes.get_xlim()
+        sizes = [left * (right / left) ** (percent / 100) for percent in range(101)]
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
         axes.plot(sizes, predicted, label="tensors, predicted", color=_BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
-    held = [trial.held_bytes / MIB for trial in completed]
-    live = [trial.peak_bytes / MIB for trial in completed]
-    if held != live:
-        axes.plot(measured, live, label="tensors", color=_ORANGE, fillstyle="none", **_POINTS)
-    axes.plot(measured, held, label="process", color=_BLACK, **_POINTS)
+    process = [trial.held_bytes / MIB for trial in completed]
+    tensors = [trial.peak_bytes / MIB for trial in completed]
+    if process != tensors:
+        axes.plot(measured, tensors, label="tensors", color=_ORANGE, fillstyle="none", **_POINTS)
     # Failed trials are drawn at the limit, because the peak of a trial that ran out of memory is
     # not known.
     if failed:
         limits = [limit] * len(failed)
         axes.plot(failed, limits, "X", label="did not fit", color=_VERMILLION, markersize=11)
+    axes.plot(measured, process, label="process", color=_BLACK, **_POINTS)
     _draw_limit(axes, limit)
+    taken_bytes = plan.held_peak_bytes or plan.measured_peak_bytes
+    if taken_bytes is not None and taken_bytes < plan.limit_bytes:
+        free = f"free: {mib(plan.limit_bytes - taken_bytes)}"
+        axes.axhspan(taken_bytes / MIB, limit, label=free, color=_GREY, alpha=0.2, linewidth=0)
 
 
 def _new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[Axes]]:
@@ -146,7 +188,7 @@ def _new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color=_GREY, alpha=0.25, linewidth=0.6)
         axes.locator_params(axis="x", integer=True)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter("{x:,.10g}")
     return figure, panels
 
@@ -154,13 +196,13 @@ def _new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[
 def _draw_limit(axes: Axes, limit: float | None) -> None:
     """Draw the limit, and begin the axis at 0.
 
-    The axis ends above the limit, but at most at twice the data, so that they can be read.
+    A limit above twice the data is left out, so that the data can be read.
     """
-    _, data_top = axes.get_ylim()
-    if limit is not None:
-        axes.axhline(limit, label=f"limit {limit:,.1f} MiB", color=_VERMILLION, linewidth=2)
     _, top = axes.get_ylim()
-    axes.set_ylim(0, min(top, 2 * data_top))
+    if limit is not None and limit <= 2 * top:
+        axes.axhline(limit, label=f"limit {limit:,.1f} MiB", color=_VERMILLION, linewidth=2)
+        _, top = axes.get_ylim()
+    axes.set_ylim(0, top)
 
 
 def _with_legend(figure: Figure) -> Figure:

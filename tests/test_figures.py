@@ -54,16 +54,17 @@ def test_memory_over_steps_shows_peaks_and_limit():
     assert plot_memory_over_steps([row(0, None)]) is None
 
 
-@pytest.mark.parametrize(("limit", "top"), [(150, 160), (10**6, 230)])
-def test_the_axis_ends_above_the_limit_but_the_data_can_be_read(limit, top):
+@pytest.mark.parametrize(("limit", "top", "shown"), [(150, 160, True), (10**6, 105, False)])
+def test_a_limit_far_above_the_data_is_left_out_with_its_name(limit, top, shown):
     figure = plot_memory_over_steps([row(0, 0), row(1, 100, limit_mib=limit)])
-    assert figure.axes[0].get_ylim() == (0, pytest.approx(top, abs=20))
+    assert figure.axes[0].get_ylim() == (0, pytest.approx(top, abs=5))
+    assert any(name.startswith("limit") for name in lines(figure)) == shown
 
 
 def test_a_validation_is_drawn_at_the_training_step_before_it():
     validation = [row(0, 60, stage="validate"), row(1, 50, stage="validate")]
     shown = lines(plot_memory_over_steps([row(0), row(1), *validation, row(2)]))
-    assert shown["process (validation)"] == ([1, 1], [60, 50])
+    assert shown["process, peak of a validation"] == ([1], [60])
     shown = lines(plot_memory_over_steps([row(step, 50 + step, "test") for step in range(3)]))
     assert shown == {"process": ([0, 1, 2], [50, 51, 52])}
 
@@ -80,7 +81,7 @@ def test_a_budget_is_named_on_the_axes():
 def test_memory_has_trials_line_limit_and_chosen_size():
     shown = lines(plot_search(PLAN))
     sizes, predicted = shown.pop("tensors, predicted")
-    assert (sizes[0], sizes[-1]) == (0, pytest.approx(1.1 * 48))
+    assert (sizes[0], sizes[-1]) == (pytest.approx(2 / 1.4), pytest.approx(48 * 1.4))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
     assert shown == {
         "process": ([2, 32], [104, 164]),
@@ -94,14 +95,31 @@ def test_memory_has_trials_line_limit_and_chosen_size():
     assert (shown["process"], shown["tensors"]) == (([2], [130]), ([2], [104]))
 
 
+def test_what_stays_free_is_shaded():
+    figure = plot_search(plan_with(PLAN, batch_size=32))
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "free: 36.0 MiB" in texts
+    (free,) = figure.axes[0].patches
+    assert (free.get_y(), free.get_height()) == (164, 36)
+
+
+def test_the_sizes_that_ran_are_the_ticks_unless_they_are_too_near_to_the_chosen_one():
+    near = replace(TRIALS[0], batch_size=30)
+    figure = plot_search(replace(PLAN, trials=(*TRIALS, near)))
+    assert sorted(figure.axes[0].get_xticks()) == [2, 32, 48]
+
+
 def test_throughput_is_below_it():
     figure = plot_search(replace(PLAN, ranks=2))
     shown = lines(figure, 1)
     # The size that ran out of memory has no time.
-    assert shown["measured"] == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
+    (shown,) = [line for name, line in shown.items() if name.startswith("_child0")]
+    assert shown == ([2, 32], pytest.approx([2 / 0.012, 32 / 0.040]))
     assert figure.axes[1].lines[0].get_linestyle() == "-"
     title = figure.axes[0].get_title(loc="left")
-    assert title == "Memory and throughput of each rank on CPU"
+    assert title.splitlines()[0] == "Memory and throughput of each rank on CPU"
+    assert " ".join(title.splitlines()[1:]) == PLAN.reason
+    assert {text.get_text() for text in figure.axes[1].texts} == {"800", "167"}
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 
 
