@@ -12,10 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from PIL import Image
-
 from benchmarks.common import ROOT, command_line, machine
-from benchmarks.law_figure import draw_law
+from benchmarks.law_figure import draw_law, use_palette
 from lightning_batchmem.__main__ import draw as draw_figures
 
 
@@ -31,15 +29,10 @@ def draw(out: Path) -> None:
         (log_dir,) = Path(directory).glob("logs/quickstart/version_*")
         exit_code = draw_figures(log_dir, out)
     assert exit_code == 0
-    draw_law(out)
     print(machine())
     for path in sorted(out.glob("*.png")):
-        # A palette makes the committed file four times smaller.
-        with Image.open(path) as image:
-            palette = image.convert("RGB").quantize(
-                method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
-            )
-        palette.save(path, optimize=True)
+        use_palette(path)
+    draw_law(out)
 
 
 def main() -> None:
