@@ -39,7 +39,7 @@ from lightning_batchmem.simulated_gpu.launch import Program
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DESCRIPTION = """Compute a batch size, also for a GPU that is not there, compare settings, test
+_DESCRIPTION = """Compute a batch size, also for a GPU that you lack, compare settings, test
 memory, or draw figures.
 
 Exit code: 0 for a result, 1 for none (check: a part has grown), 2 for an error."""
@@ -97,10 +97,10 @@ def simulate(
     min_steps_per_epoch: int | None = None,
     **options: Any,
 ) -> int:
-    """Compute the batch size of a training script on GPUs that are not there.
+    """Compute the batch size of a training script on GPUs that you do not have.
 
     The script runs as it is up to its first Trainer.fit, which searches instead of training.
-    Options stand before the program. simulate --list prints the GPUs.
+    Put options before the program. simulate --list prints the GPUs.
 
     Args:
         gpus: names of GPUs such as RTX-4090, or sizes such as 24GiB, with commas between them.

@@ -31,8 +31,8 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
         for callback in callbacks_of(trainer)
     ):
         raise ValueError(
-            "callbacks must have one BatchFinder or one BatchSizeFinder of Lightning, got both,"
-            " which set the same batch size"
+            "callbacks must have one BatchFinder or one BatchSizeFinder of Lightning, got both."
+            " Remove the BatchSizeFinder"
         )
     if options.target_batch_size is None:
         return
