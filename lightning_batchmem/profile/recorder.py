@@ -27,6 +27,10 @@ from lightning_batchmem.search.compiled import compiled_frames
 
 _NO_BATCH = PlacedBatch(None, 0, 0)
 
+# Fields of a Step: its number, stage and samples; and those from its peak on.
+_StepBegin = tuple[int, str, int | None]
+_StepEnd = tuple[int | None, int | None, int | None, float | None, bool, bool, int | None]
+
 
 class StepClock:
     """Wall time of each step, from the request of its batch to the next request.
@@ -194,8 +198,9 @@ class StepRecorder:
         self._batch = _NO_BATCH
         self._has_graphs = False
         self._compiled = compiled_frames()
-        # The step that has ended. Its seconds are not known yet.
-        self._ended: Step | None = None
+        # The step that has ended: its fields before its seconds, which are not known yet, and those
+        # after them.
+        self._ended: tuple[_StepBegin, _StepEnd] | None = None
 
     def skip(self) -> None:
         """Forget a step that has begun without an end, and the wait for its batch.
@@ -266,20 +271,17 @@ class StepRecorder:
         if breakdown is not None and steps is not None and (peak_bytes or 0) > breakdown.peak_bytes:
             breakdown.add_peak(peak_bytes or 0, self.memory.last_start_bytes)
         self._batch = _NO_BATCH
-        # By position, because keywords take twice as long.
-        self._ended = Step(
-            number,
-            clock.stage,
-            samples,
-            math.nan,
-            None,
-            peak_bytes,
-            reserved_bytes,
-            self.memory.start_bytes,
-            self._counter.items(batch.batch),
-            is_slowed,
-            is_first,
-            before_bytes,
+        self._ended = (
+            (number, clock.stage, samples),
+            (
+                peak_bytes,
+                reserved_bytes,
+                self.memory.start_bytes,
+                self._counter.items(batch.batch),
+                is_slowed,
+                is_first,
+                before_bytes,
+            ),
         )
         return peak_bytes or 0
 
@@ -289,8 +291,8 @@ class StepRecorder:
         if ended is None:
             return None
         self._ended = None
-        seconds, wait_seconds = self.clock.seconds()
-        return ended.timed(seconds, wait_seconds)
+        before, after = ended
+        return Step._make((*before, *self.clock.seconds(), *after))
 
     def close(self) -> None:
         """Read the memory after the last step, and remove all hooks."""

@@ -38,10 +38,6 @@ class Step(NamedTuple):
         """Whether the step replays CUDA graphs, so that only the reserved peak is known."""
         return self.peak_bytes is None and self.peak_reserved_bytes is not None
 
-    def timed(self, seconds: float, wait_seconds: float | None) -> Step:
-        """Return this step with its time, in half the time of ``_replace``."""
-        return Step._make((*self[:3], seconds, wait_seconds, *self[5:]))
-
 
 class DeviceReading(NamedTuple):
     """A reading of the device between two steps; what was not read is None."""
