@@ -58,7 +58,7 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, 
     assert len({trial.batch_size for trial in plan.trials}) <= 5
     assert device.num_ooms == 0
     assert Plan.from_json(plan.to_json()) == plan
-    note = "Values computed from `batch_size` in __init__ or setup keep the old size."
+    note = "If you compute values from `batch_size` in __init__ or setup, they keep the old size."
     assert plan.notes.count(note) == 1
     printed = capsys.readouterr().out
     assert printed == f"{plan.short_text()}\n"
@@ -86,6 +86,16 @@ def test_limits_of_the_size(search, device, options, budget_mib, size, limited_b
     device.budget = budget_mib * MIB
     plan = search(Lawful(device, law), options=options)
     assert (plan.batch_size, plan.limited_by) == (size, limited_by)
+
+
+def test_the_reason_names_equal_batches_of_an_optimizer_step(search, device):
+    options = {"target_batch_size": 100, "max_batch_size": 40}
+    plan = search(Lawful(device, law), options=options)
+    assert plan.batch_size == 25
+    equal = " The batches of an optimizer step have equal sizes."
+    assert plan.reason == f"25 samples: max_batch_size is 40.{equal}"
+    plan = search(Lawful(device, law), options={**options, "max_batch_size": 50})
+    assert (plan.batch_size, equal in plan.reason) == (50, False)
 
 
 def test_a_limit_out_of_range(fit, fake_device):

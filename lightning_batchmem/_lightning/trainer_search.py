@@ -338,7 +338,8 @@ class TrainerSearch:
         attribute = setting.attribute
         if attribute is not None and attribute.exists and attribute.value != plan.batch_size:
             old_values = (
-                f"Values computed from `{attribute.path}` in __init__ or setup keep the old size."
+                f"If you compute values from `{attribute.path}` in __init__ or setup, they keep the"
+                " old size."
             )
             notes = (*notes, old_values)
         place = setting.place.text

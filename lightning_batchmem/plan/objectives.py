@@ -210,6 +210,8 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
     if size == size_range(limits)[1]:
         limited_by = limits.max_reason
         reason = f"{limits.unit.size(size)}: {limits.largest_text}."
+        if limits.options.target_batch_size is not None and size < limits.max_batch_size:
+            reason += " The batches of an optimizer step have equal sizes."
         notes = _dropped_notes(known)
     else:
         reason = f"{limits.unit.size(size)}: {_why_no_larger(known, largest_size)}."

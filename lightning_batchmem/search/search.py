@@ -277,7 +277,7 @@ class BatchSizeSearch:
         text = f"At {limits.unit.size(trial.batch_size)} the memory consisted of {breakdown}"
         if trial.set_aside_bytes:
             set_aside = mib(trial.set_aside_bytes)
-            text += f"; samples, or DataLoader workers and a checkpoint take {set_aside} more"
+            text += f"; samples, DataLoader workers and a checkpoint take {set_aside} more"
         advice = _SMALLER_STEP
         evaluation = self._program.evaluation
         if 2 * breakdown.other_bytes > needed_bytes:

@@ -235,6 +235,12 @@ class TrialRunner:
             )
         if meter.live is None:
             notes.append(LIVE_BYTES_NOT_COUNTED)
+        if any(step.caught_errors > 0 for step in readings):
+            notes.append(
+                "At some sizes an allocation failed inside a step that went on: cuDNN takes a"
+                " slower algorithm then, with less memory. So their memory is not on one line with"
+                " that of smaller sizes."
+            )
         return Trial(
             batch_size=batch_size,
             outcome="ok",

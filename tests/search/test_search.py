@@ -6,6 +6,7 @@ The tests cover validation, other stages, limits of the size, and the state afte
 import re
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -369,6 +370,23 @@ def test_no_tensor_of_a_step_that_failed_is_left(search, device):
     search(Lawful(device, steep))
     assert device.num_ooms > 0
     assert alive == {0}
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_an_allocation_that_fails_in_the_first_step_of_a_size_is_a_note(search, device, is_caught):
+    seen = set()
+
+    def first_steps_fail(size):
+        if is_caught and size not in seen:
+            seen.add(size)
+            # As cuDNN does where its fastest algorithm needs too much.
+            with suppress(torch.cuda.OutOfMemoryError):
+                device.use(2 * device.budget)
+        return law(size)
+
+    plan = search(Lawful(device, first_steps_fail))
+    assert plan.verified
+    assert any("an allocation failed inside a step" in note for note in plan.notes) is is_caught
 
 
 class Logging(Lawful):
