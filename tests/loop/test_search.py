@@ -78,7 +78,7 @@ def without_times(text):
     """The lines of a plan without times, and without notes about the project's own size."""
     others = (
         r"  sizes|\||  details|BatchFinder: (searching|\d+ s, )"
-        r"|  note +(An optimizer step has|Values|\d+ samples train)"
+        r"|  note +(An optimizer step has|If you compute|\d+ samples train)"
     )
     # A line that begins with so many spaces continues the one before it.
     rows = text.replace("\n" + " " * 12, " ")
