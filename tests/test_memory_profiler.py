@@ -1,6 +1,7 @@
 """MemoryProfiler in real Trainers, mostly on a device whose use the test sets."""
 
 import math
+import mmap
 import pickle
 import time
 from contextlib import nullcontext, suppress
@@ -1520,8 +1521,9 @@ def test_64_mib_on_the_host_are_in_their_step_and_no_other(tmp_path):
 
     def work(step, now):
         if places.get(step) == now:
-            # Each element takes 4 bytes, so the tensor takes 64 MiB.
-            torch.ones(16 * MIB)
+            # malloc would take them from the heap, and keep them, where earlier tests left a hole.
+            block = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            torch.frombuffer(block, dtype=torch.uint8).fill_(1)
 
     profiler, _ = profiled(tmp_path, Net(work))
     peaks = [float(row["peak_allocated_mib"]) for row in csv_rows(tmp_path)]
