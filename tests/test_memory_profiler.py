@@ -1530,4 +1530,5 @@ def test_64_mib_on_the_host_are_in_their_step_and_no_other(tmp_path):
     for step in places:
         # Step 4 has none of them.
         assert 60 < peaks[step] - peaks[4] < 68
-    assert 60 * MIB < profiler.summary.memory.breakdown.activations_bytes < 68 * MIB
+    # The first steps of a process load some 8 MiB of libraries.
+    assert 60 * MIB < profiler.summary.memory.breakdown.activations_bytes < 80 * MIB
