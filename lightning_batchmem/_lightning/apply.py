@@ -38,7 +38,8 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
         return
     if not module.automatic_optimization:
         raise ValueError(
-            "target_batch_size must be None under manual optimization, which steps by itself"
+            "target_batch_size must be None under manual optimization: your training_step steps the"
+            " optimizers itself"
         )
     scheduler = in_every_package("callbacks.GradientAccumulationScheduler")
     if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
