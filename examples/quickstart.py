@@ -7,7 +7,7 @@ limit is higher where torch itself takes much of that, as its builds for CUDA do
 The images are scikit-learn's digits (1,797 scans of 8 x 8 pixels, shipped inside that package:
 nothing is downloaded), enlarged to 32 x 32.
 
-Run it with ``python examples/quickstart.py``; it takes about 40 s on two cores and writes
+Run it with ``python examples/quickstart.py``; it takes about 50 s on two cores and writes
 to ``logs/quickstart``.
 """
 
