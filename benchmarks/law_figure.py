@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.common import ROOT, command_line
-from benchmarks.published_law import MILABENCH, memory_by_size
+from benchmarks.published_law import MILABENCH, memory_by_size, small_sizes
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 
 CARD = "H100"
@@ -62,7 +62,7 @@ class Law:
     def of_milabench(cls) -> Law:
         rows = json.loads(MILABENCH.read_text())["cards"][CARD][BENCH]
         measured_gib = {size: mib / MIB_OF_GIB for size, mib in memory_by_size(rows).items()}
-        small = [size for size in measured_gib if size <= max(measured_gib) / 2]
+        small = small_sizes(measured_gib)
         line = statistics.linear_regression(small, [measured_gib[size] for size in small])
         limit_gib = LIMIT_SHARE * gpu_named(CARD).memory_bytes / 2**30
         return cls(measured_gib, line.intercept, line.slope, limit_gib)
@@ -70,8 +70,7 @@ class Law:
     @property
     def fitted_gib(self) -> dict[int, float]:
         """The measurements that the line was fitted to."""
-        half = max(self.measured_gib) / 2
-        return {size: gib for size, gib in self.measured_gib.items() if size <= half}
+        return {size: self.measured_gib[size] for size in small_sizes(self.measured_gib)}
 
     @property
     def chosen_size(self) -> int:

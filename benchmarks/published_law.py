@@ -84,6 +84,12 @@ def speed_by_size(rows: Rows) -> dict[int, float]:
     return dict(sorted(highest.items()))
 
 
+def small_sizes(sizes: Iterable[int], *, smallest_size: int = 1) -> list[int]:
+    """The sizes that a line is fitted to: those up to half of the largest one."""
+    known = list(sizes)
+    return [size for size in known if smallest_size <= size <= max(known) / 2]
+
+
 def prediction(bench: str, rows: Rows, *, smallest_size: int = 1) -> Prediction | None:
     """Predict the largest size from those up to half of it; ``None`` with fewer than two.
 
@@ -91,7 +97,7 @@ def prediction(bench: str, rows: Rows, *, smallest_size: int = 1) -> Prediction 
     """
     memory_mib = memory_by_size(rows)
     largest_size = max(memory_mib)
-    small = [size for size in memory_mib if smallest_size <= size <= largest_size / 2]
+    small = small_sizes(memory_mib, smallest_size=smallest_size)
     if len(small) < 2:
         return None
     line = statistics.linear_regression(small, [memory_mib[size] for size in small])

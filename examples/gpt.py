@@ -1,11 +1,11 @@
 """Train a GPT with 86 million parameters on bytes of Python's own standard library.
 
-It knows nothing of lightning-batchmem, as a script of your own:
+It does not use lightning-batchmem, like a script of your own:
 
     python -m lightning_batchmem simulate RTX-4090,A100-80GB examples/gpt.py
     LIGHTNING_BATCHMEM=find python examples/gpt.py
 
-Nothing is downloaded. An epoch takes minutes on a GPU, and hours on a CPU.
+Nothing is downloaded. The second command searches and then trains, for which you want a GPU.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.law_figure import BENCH, CARD, THEMES, Law, draw_law
+from benchmarks.law_figure import BENCH, CARD, Law, draw_law
 from benchmarks.published_law import MILABENCH, prediction
 
 
@@ -28,5 +28,4 @@ def test_the_size_is_the_largest_within_the_limit():
 def test_the_figure_is_drawn_in_light_and_dark(tmp_path, capsys):
     draw_law(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["law-dark.png", "law-light.png"]
-    assert list(THEMES) == ["light", "dark"]
     assert f"{Law.of_milabench().chosen_size} samples within the limit" in capsys.readouterr().out

@@ -53,7 +53,8 @@ def test_the_size_of_a_batch_is_logged_where_it_changes():
 
 def test_only_a_limit_that_does_not_move_is_a_curve():
     name = "memory/process_limit_mib"
-    moves, is_fixed = DeviceReading(64 * MIB), DeviceReading(64 * MIB, fixed_limit_bytes=64 * MIB)
+    moves = DeviceReading(64 * MIB)
+    is_fixed = DeviceReading(64 * MIB, fixed_limit_bytes=64 * MIB)
     found = [
         LoggerMetrics([], 1).metrics(interval(step(0, 8), reading=one)) for one in (moves, is_fixed)
     ]
