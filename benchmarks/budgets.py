@@ -157,7 +157,7 @@ def train(kind: str, value: int | None) -> None:
     finder = None
     if value is None:
         is_budget = kind != "fixed size"
-        finder = BatchFinder(budget=is_budget, min_steps_per_epoch=None)
+        finder = BatchFinder(budget=is_budget, min_steps_per_epoch=None, objective="memory")
     with tempfile.TemporaryDirectory() as directory:
         callbacks = (limit, finder, Speed(limit, finder))
         trainer = trainer_for(

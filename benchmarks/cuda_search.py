@@ -82,7 +82,7 @@ MOST_SAMPLES = 10**9
 """The largest size that Lightning's finder may try; its default is 8,192."""
 
 WAYS: dict[str, Callable[[], Callback]] = {
-    "BatchFinder": functools.partial(BatchFinder, min_steps_per_epoch=None),
+    "BatchFinder": functools.partial(BatchFinder, min_steps_per_epoch=None, objective="memory"),
     "Lightning power": functools.partial(BatchSizeFinder, mode="power", max_val=MOST_SAMPLES),
     "Lightning binsearch": functools.partial(
         BatchSizeFinder, mode="binsearch", max_val=MOST_SAMPLES

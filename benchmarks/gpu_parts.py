@@ -268,7 +268,7 @@ def searched(module: Callable[[], Trained], count: int, limit_bytes: int) -> Row
             (time.monotonic(), counters.get("num_ooms", 0), counters.get("num_alloc_retries", 0))
         )
 
-    finder = BatchFinder(min_steps_per_epoch=None)
+    finder = BatchFinder(min_steps_per_epoch=None, objective="memory")
     row = Row()
     readings = list[tuple[float, int, int]]()
     with limited(limit_bytes):

@@ -49,7 +49,9 @@ def search(name: str, way: str) -> Plan:
         limit_bytes += device_memory.current().allocated_bytes
     if way == "Trainer":
         trainer = trainer_for([], 1, limit_val_batches=0)
-        return find_batch_size(trainer, module, memory_limit=limit_bytes, min_steps_per_epoch=None)
+        return find_batch_size(
+            trainer, module, memory_limit=limit_bytes, min_steps_per_epoch=None, objective="memory"
+        )
     module.to(device)
     optimizer = module.configure_optimizers()
     data = RandomSamples(workload.sample)

@@ -69,7 +69,7 @@ WAYS = {
 def finder_of(name: str) -> Any:
     """The finder of this name; ``None`` for the control."""
     if name == "BatchFinder":
-        return BatchFinder(max_batch_size=SIZE)
+        return BatchFinder(max_batch_size=SIZE, objective="memory")
     # The finder of lightning 2.5.0 has no ``max_val``.
     has_max = "max_val" in inspect.signature(BatchSizeFinder).parameters
     bound: dict[str, Any] = {"max_val": SIZE} if has_max else {"max_trials": 2}

@@ -104,7 +104,9 @@ def _toma(attempt: Callable[[int], int]) -> Any:
 
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
-    "BatchFinder": lambda: BatchFinder(memory_limit=None, min_steps_per_epoch=None),
+    "BatchFinder": lambda: BatchFinder(
+        memory_limit=None, min_steps_per_epoch=None, objective="memory"
+    ),
     "Lightning power": lambda: BatchSizeFinder(mode="power", init_val=2),
     "Lightning binsearch": lambda: BatchSizeFinder(mode="binsearch", init_val=2),
 }

@@ -26,7 +26,7 @@ from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
-from lightning_batchmem.plan.options import object_named
+from lightning_batchmem.plan.options import Objective, object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
@@ -94,6 +94,7 @@ def simulate(
     program: list[str],
     out: Path | None = None,
     context: str = _CONTEXT,
+    objective: Objective = "memory",
     min_steps_per_epoch: int | None = None,
     **options: Any,
 ) -> int:
@@ -107,6 +108,7 @@ def simulate(
         program: train.py and its arguments, or -m my_package.train and its arguments.
         out: a file to write the plan to, as JSON; of several GPUs a list of plans.
         context: memory that the CUDA context takes on the GPU.
+        objective: as in BatchFinder; by default the largest size that fits.
         min_steps_per_epoch: as in BatchFinder; by default the data set limits the size.
         **options: arguments of BatchFinder.
     """
@@ -115,6 +117,7 @@ def simulate(
         verbose=False,
         search_on_resume=False,
         plan=None,
+        objective=objective,
         min_steps_per_epoch=min_steps_per_epoch,
         **options,
     )
@@ -127,6 +130,7 @@ def compare(
     variants: str | None = None,
     trainer: dict[str, Any] | None = None,
     out: Path | None = None,
+    objective: Objective = "memory",
     **options: Any,
 ) -> int:
     """Compute the batch size under several settings.
@@ -138,6 +142,7 @@ def compare(
             By default plain and bf16-mixed.
         trainer: arguments of the Trainer for all variants, each as in --trainer.accelerator=gpu.
         out: a file to write the table to, in Markdown.
+        objective: as in BatchFinder; by default the largest size that fits.
         **options: arguments of BatchFinder.
     """
     _check_file(out)
@@ -145,7 +150,13 @@ def compare(
     chosen = None if variants is None else object_named(f"{make.partition(':')[0]}:{variants}")
     # As in find.
     compared = comparison.compare(
-        function, chosen, base=trainer, verbose=False, search_on_resume=False, **options
+        function,
+        chosen,
+        base=trainer,
+        verbose=False,
+        search_on_resume=False,
+        objective=objective,
+        **options,
     )
     _write(str(compared), str(compared), out)
     return 0 if compared.fastest is not None else 1

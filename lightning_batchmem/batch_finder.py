@@ -76,9 +76,14 @@ class BatchFinder(Callback):
         later: the function that makes the state that needs most memory; ``None`` for none.
 
     Args:
-        objective: ``"memory"`` for the largest size that fits, ``"throughput"`` for the smallest
-            one within 5 % of the best samples per second that were measured. Use the second one
-            if speed matters more than batch size.
+        objective: what the size is good for. ``"auto"`` keeps the training about the same: at most
+            1.5 times the samples of an optimizer step, and your own size where a larger one is
+            slower. Where your own size does not fit, accumulation keeps the samples of a step.
+            ``"recipe"`` keeps the samples of a step (size x accumulation x ranks), with as few
+            batches as fit. ``"memory"`` is the largest size that fits. ``"throughput"`` is the
+            smallest one within 5 % of the best samples per second that were measured. The last two
+            may change the training much. ``max_batch_size``, ``target_batch_size`` and
+            ``min_steps_per_epoch`` lift the bound of ``"auto"``.
         memory_limit: the most memory that this process may take: bytes (``2e9`` too), a text such
             as ``"20GiB"``, or a share of what the device can provide to this process, as a
             fraction in (0, 1] or as ``"90%"``. Default: 0.95 of it on a GPU, which is also the
@@ -94,8 +99,8 @@ class BatchFinder(Callback):
             two that is at most a 64th of the size. Set it if your layers are fast at certain sizes.
         min_steps_per_epoch: an epoch keeps at least this many optimizer steps: the size is at most
             samples / (steps x accumulation x ranks), but not below the size of the project or
-            ``min_batch_size``. Pass None for no limit. It does not apply if you set
-            ``max_batch_size`` or ``target_batch_size``.
+            ``min_batch_size``. Pass None for no limit. Default: 10, where no other bound applies.
+            It does not apply if you set ``max_batch_size`` or ``target_batch_size``.
         batch_arg_name: the attribute of the module, the datamodule or their hparams that has the
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
             Under the default a search in ``fit`` looks for another place if the loaders do not
@@ -105,8 +110,8 @@ class BatchFinder(Callback):
             the largest ones if the collate function pads, and samples as in the largest of 1,000
             random batches if it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets
-            ``accumulate_grad_batches``, and a batch size that divides it. Set it to keep the batch
-            of a recipe on a smaller device. Default: accumulation stays as the Trainer has it.
+            ``accumulate_grad_batches``, and a batch size that divides it. Set it to use the batch
+            of a paper on your device. Default: see ``objective``.
         lr_scaling: ``"linear"`` or ``"sqrt"``: multiply the ``lr`` or ``learning_rate`` of the
             module by the ratio of samples per optimizer step after and before the search, or its
             square root, before the optimizers are configured. Set it if the rate was tuned for the
@@ -151,12 +156,12 @@ class BatchFinder(Callback):
     def __init__(
         self,
         *,
-        objective: Objective = "memory",
+        objective: Objective = "auto",
         memory_limit: int | float | str | None = None,
         max_batch_size: int | None = None,
         min_batch_size: int | None = None,
         multiple_of: int | None = None,
-        min_steps_per_epoch: int | None = 10,
+        min_steps_per_epoch: int | Literal["auto"] | None = "auto",
         batch_arg_name: str = "batch_size",
         worst_case: WorstCase | None = None,
         target_batch_size: int | None = None,
@@ -287,7 +292,7 @@ class BatchFinder(Callback):
                 plan = search.training(setting, snapshot, self._given_plan)
                 limit_bytes = plan.limit_bytes
                 setting = setting.at(plan.place)
-            apply_to_training(setting, plan)
+            plan = apply_to_training(setting, plan)
             self.plan = self._plan_of_fit = plan
             run.begin_training(plan, search.watch(plan) if saved_plan is None else None)
             if options.memory_limit is not None:

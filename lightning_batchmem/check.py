@@ -217,7 +217,7 @@ def prepared(
 
 def finder_of(kind: type[SearchOnly]) -> SearchOnly:
     """A finder that runs the same few steps in every process."""
-    finder = kind(max_batch_size=_MAX_BATCH_SIZE, worst_case="longest")
+    finder = kind(objective="memory", max_batch_size=_MAX_BATCH_SIZE, worst_case="longest")
     finder.policy = SearchPolicy(reading=_READING)
     return finder
 

@@ -164,6 +164,8 @@ def compare(
         >>> from lightning_batchmem import compare
         >>> print(compare(make, memory_limit="20GiB"))  # doctest: +SKIP
     """
+    # Variants are compared by what fits.
+    options = {"objective": "memory", **options}
     # BatchFinder raises an error for wrong options.
     BatchFinder(**options)
     settings = _settings(_VARIANTS if variants is None else variants, base or {})

@@ -1,7 +1,6 @@
 import ast
 import gc
 import inspect
-import math
 import multiprocessing
 import sys
 from functools import cache, partial
@@ -13,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.devices.foreign_values import begin_run
-from lightning_batchmem.plan import trials_so_far
+from lightning_batchmem.search.own_size import OwnSize
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import FAST, quiet_trainer
 
@@ -132,11 +131,16 @@ def device(fake_device):
     return fake_device(available_bytes=500 * 2**20)
 
 
+@pytest.fixture
+def compares_speeds():
+    """Compare the speeds of the project's own size and the chosen one in a test."""
+
+
 @pytest.fixture(autouse=True)
-def _no_note_about_speed(monkeypatch):
-    """Let no plan compare speeds: steps of tests take milliseconds, whose times vary."""
-    for name in ("FASTER_RATIO", "FASTER_RATIO_ON_HOST"):
-        monkeypatch.setattr(trials_so_far, name, math.inf)
+def _no_comparison(request, monkeypatch):
+    """Compare no speeds: the steps of tests take milliseconds, whose times vary."""
+    if "compares_speeds" not in request.fixturenames:
+        monkeypatch.setattr(OwnSize, "compared", lambda own, chosen, run: (chosen, ()))
 
 
 @pytest.fixture
@@ -145,7 +149,12 @@ def search(fit, device):
 
     def run(module, *callbacks, stage="fit", data=None, **arguments):
         finder = BatchFinder(
-            **{"multiple_of": 1, "min_steps_per_epoch": None, **arguments.pop("options", {})}
+            **{
+                "objective": "memory",
+                "multiple_of": 1,
+                "min_steps_per_epoch": None,
+                **arguments.pop("options", {}),
+            }
         )
         steps = {"max_steps": 1} if stage == "fit" else {"max_epochs": 0}
         trainer = fit(

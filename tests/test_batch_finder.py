@@ -63,7 +63,7 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, 
     printed = capsys.readouterr().out
     assert printed == f"{plan.short_text()}\n"
     rows = [line for line in printed.splitlines() if not line.startswith(" " * 12)]
-    assert len(rows) <= 6
+    assert len(rows) <= 8
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,14 @@ def test_the_reason_names_equal_batches_of_an_optimizer_step(search, device):
 def test_a_limit_out_of_range(fit, fake_device):
     device = fake_device(available_bytes=100 * MIB, base_bytes=60 * MIB)
     with pytest.warns(UserWarning, match="more than the GPU can provide, 100.0 MiB"):
-        fit(Lawful(device, lambda size: size * MIB), BatchFinder(memory_limit=200 * MIB), device)
+        fit(
+            Lawful(device, lambda size: size * MIB),
+            BatchFinder(memory_limit=200 * MIB, objective="memory"),
+            device,
+        )
     message = "memory_limit must be above the 60.0 MiB that the process already takes, got 50.0 MiB"
     with pytest.raises(ValueError, match=message) as raised:
-        fit(Lawful(device, law), BatchFinder(memory_limit="50MiB"), device)
+        fit(Lawful(device, law), BatchFinder(memory_limit="50MiB", objective="memory"), device)
     # The note about other callbacks belongs to errors of the user's code.
     assert not hasattr(raised.value, "__notes__")
 
@@ -120,7 +124,7 @@ def test_more_memory_in_use_than_in_the_search_is_one_warning(
         device.as_host()
     # The callback takes memory, as a copy of the weights does.
     copies = LambdaCallback(on_train_start=lambda *_: device.use(copy_mib * MIB))
-    fit(Lawful(device, law), BatchFinder(max_batch_size=16), device, copies)
+    fit(Lawful(device, law), BatchFinder(max_batch_size=16, objective="memory"), device, copies)
     messages = [str(one.message) for one in recwarn if "Training begins with" in str(one.message)]
     assert len(messages) == warnings
     assert all("with 20.0 MiB more in use than the search did" in text for text in messages)
@@ -143,7 +147,7 @@ def test_a_batch_larger_than_all_measured_ones_is_one_warning(
         samples[70:] = [torch.zeros(longest)] * 30
 
     callback = LambdaCallback(on_train_start=add_longer_samples)
-    finder = BatchFinder(max_batch_size=20, min_steps_per_epoch=None)
+    finder = BatchFinder(max_batch_size=20, min_steps_per_epoch=None, objective="memory")
     fit(module, finder, device, callback, max_steps=5)
     assert module.batch_size == 20
     messages = [str(warning.message) for warning in recwarn]
@@ -242,7 +246,7 @@ def test_a_limit_of_0_ends_a_training_from_a_checkpoint_too(name):
     [({"max_epochs": 1, "max_steps": -1}, {"max_epochs": 2}), ({"max_steps": 1}, {"max_steps": 2})],
 )
 def test_a_fit_that_trains_no_more_does_not_search(fit, device, limit, more):
-    finder = BatchFinder(multiple_of=1, max_batch_size=4)
+    finder = BatchFinder(multiple_of=1, max_batch_size=4, objective="memory")
     module = Lawful(device, law)
     trainer = fit(module, finder, device, limit_train_batches=1, **limit)
     first = finder.plan
@@ -262,7 +266,7 @@ def test_a_fit_after_an_error_in_setup_and_a_second_fit_search(fit, device):
                 self.sizes.append(0)
                 raise FileNotFoundError("no such file")
 
-    finder = BatchFinder(multiple_of=1)
+    finder = BatchFinder(multiple_of=1, objective="memory")
     module = FailsOnce(device, law)
     with pytest.raises(FileNotFoundError):
         fit(module, finder, device, max_steps=-1, max_epochs=1)
@@ -275,7 +279,9 @@ def test_a_fit_after_an_error_in_setup_and_a_second_fit_search(fit, device):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
     assert finder.plan is not None
-    assert finder.plan.batch_size == module.batch_size == found_size(300 * MIB, multiple_of=1)
+    # It also runs the size that the first fit has found.
+    size = found_size(300 * MIB, multiple_of=1)
+    assert finder.plan.batch_size == module.batch_size == pytest.approx(size, rel=0.03)
 
 
 class RatedEvaluated(Evaluated):
@@ -290,7 +296,7 @@ def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_her
     # More samples fit than ten steps of an epoch leave to one of them.
     device = fake_device(available_bytes=4000 * MIB)
     module = RatedEvaluated(device)
-    finder = BatchFinder(lr_scaling="linear")
+    finder = BatchFinder(lr_scaling="linear", objective="memory")
     finder.device_memory = lambda _: device
     trainer = quiet_trainer(finder, max_epochs=1, limit_train_batches=1, limit_val_batches=1)
     plans = {}
@@ -308,7 +314,7 @@ def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_her
 
 def test_an_evaluation_that_fails_restores_the_size_of_the_project(reads_here, device):
     module = Evaluated(device)
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     finder.device_memory = lambda _: device
     after = LambdaCallback(on_validation_start=lambda *_: module.missing)
     with pytest.raises(AttributeError, match="missing"):
@@ -465,7 +471,7 @@ def test_an_evaluation_step_that_does_not_run_when_called_is_refused(search, dev
 def test_an_error_in_a_step_keeps_its_traceback_and_both_sizes_are_restored(
     fit, device, phase, error
 ):
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     data = InData()
     module = Fails(device, phase, error)
     # The size of the module differs from that of the datamodule.
@@ -501,7 +507,7 @@ def test_a_checkpoint_can_be_written_after_an_error_in_the_search(fit, device, t
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises((type(error), SystemExit)):
-            fit(module, BatchFinder(), device, saved, enable_checkpointing=True)
+            fit(module, BatchFinder(objective="memory"), device, saved, enable_checkpointing=True)
     finally:
         signal.signal(signal.SIGINT, handler)
     module.trainer.save_checkpoint(tmp_path / "later.ckpt")
@@ -519,7 +525,7 @@ def test_an_error_in_the_search_is_before_the_first_step_that_is_saved(fit, devi
     with pytest.raises(IndexError, match="mine"):
         fit(
             Scheduled(device, "backward", IndexError("mine")),
-            BatchFinder(),
+            BatchFinder(objective="memory"),
             device,
             saver,
             enable_checkpointing=True,
@@ -565,7 +571,7 @@ class Plain(LightningModule):
 def test_a_finder_that_ran_can_be_pickled_and_a_learning_rate_finder_is_no_warning(
     fit, device, recwarn, tmp_path
 ):
-    finder = BatchFinder(max_batch_size=8)
+    finder = BatchFinder(max_batch_size=8, objective="memory")
     tuner = LearningRateFinder(num_training_steps=4)
     trainer = fit(Plain(), finder, device, tuner, default_root_dir=tmp_path)
     assert not [str(one.message) for one in recwarn if "BatchFinder" in str(one.message)]
@@ -699,7 +705,7 @@ def test_an_error_in_training_ends_the_enforced_limit(search, device):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_a_finder_can_be_copied_while_it_enforces_a_limit(device, copied):
     device.enforces_limits = True
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     finder._run.undo.enter_context(device.limit_enforced(200 * MIB))
     # The copy does not end the limit of this training.
     copied(finder).teardown(None, None, "fit")
@@ -802,7 +808,7 @@ def test_projects_that_cannot_be_searched(search, device, make, arguments, messa
 
 def test_a_device_without_a_peak_counter_is_refused(fit, device):
     with pytest.raises(ValueError, match="BatchFinder cannot search, because cpu"):
-        fit(Lawful(device, law), BatchFinder(), None)
+        fit(Lawful(device, law), BatchFinder(objective="memory"), None)
 
 
 # --- the real host
@@ -837,9 +843,9 @@ class Deep(LightningModule):
 def test_on_the_host(tmp_path):
     options = {"max_steps": 2, "default_root_dir": tmp_path}
     # The first run loads libraries, which take memory too.
-    quiet_trainer(BatchFinder(max_batch_size=3), **options).fit(Deep())
+    quiet_trainer(BatchFinder(max_batch_size=3, objective="memory"), **options).fit(Deep())
     limit = HostMemory().current().allocated_bytes + 400 * MIB
-    finder = BatchFinder(memory_limit=limit)
+    finder = BatchFinder(memory_limit=limit, objective="memory")
     profiler = MemoryProfiler()
     quiet_trainer(profiler, finder, **options).fit(Deep())
     assert finder.plan is not None
@@ -866,7 +872,7 @@ class Wide(Deep):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_known_apart_on_the_host(tmp_path, accumulate):
-    finder = BatchFinder(max_batch_size=8)
+    finder = BatchFinder(max_batch_size=8, objective="memory")
     trainer = quiet_trainer(
         finder, max_steps=2, default_root_dir=tmp_path, accumulate_grad_batches=accumulate
     )
@@ -940,11 +946,11 @@ def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, de
 )
 def test_arguments_of_lightnings_finder_are_refused_with_ours(arguments, advice):
     with pytest.raises(TypeError, match=f"which Lightning's BatchSizeFinder has.*{advice}"):
-        BatchFinder(**arguments)
+        BatchFinder(**arguments, objective="memory")
 
 
 def test_other_arguments_and_the_signature_are_those_of_python():
     with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
-        BatchFinder(speed=3)
+        BatchFinder(speed=3, objective="memory")
     names = list(inspect.signature(BatchFinder).parameters)
     assert names[:2] == ["objective", "memory_limit"]

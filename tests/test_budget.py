@@ -189,8 +189,8 @@ def test_a_target_and_a_learning_rate_speak_of_the_budget(search, device):
     module = Texts(device)
     plan = search(module, options=options(target_batch_size=8192))
     assert (plan.batch_size, plan.accumulate_grad_batches) == (4096, 2)
-    assert "max_tokens 8,192, in 2 batches" in str(plan)
-    assert any("step has max_tokens 8,192 instead of 512" in n for n in plan.notes)
+    assert "max_tokens 512 -> 8,192 (2 x 4096) a step" in plan.training
+    assert any("step has max_tokens 8,192 instead of 512" in text for text in plan.warnings)
 
 
 class Both(Texts):
@@ -302,7 +302,7 @@ def test_passed_loaders_without_the_attribute_are_refused(search, device):
 )
 def test_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        BatchFinder(**arguments)
+        BatchFinder(**arguments, objective="memory")
 
 
 class OfItsSize(WithinBudget):
@@ -340,7 +340,7 @@ class Layers(Texts):
 
 
 def test_a_search_on_the_host_reads_in_a_worker():
-    finder = BatchFinder(**BUDGET, max_batch_size=1024)
+    finder = BatchFinder(**BUDGET, max_batch_size=1024, objective="memory")
     quiet_trainer(finder, max_steps=2).fit(Layers())
     assert (finder.plan.batch_size, finder.plan.verified) == (1024, True)
     assert finder.plan.trials[-1].samples_per_second > 0

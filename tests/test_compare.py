@@ -171,8 +171,8 @@ def searches(monkeypatch):
 def test_the_default_variants(searches):
     compare(make, base={"accelerator": "cpu"}, max_batch_size=8)
     assert searches == [
-        ("32-true", "BoringModel", False, {"max_batch_size": 8}),
-        ("bf16-mixed", "BoringModel", False, {"max_batch_size": 8}),
+        ("32-true", "BoringModel", False, {"objective": "memory", "max_batch_size": 8}),
+        ("bf16-mixed", "BoringModel", False, {"objective": "memory", "max_batch_size": 8}),
     ]
 
 
@@ -193,7 +193,7 @@ class OtherModel(BoringModel):
 def test_a_variant_changes_the_model(searches, settings, name, is_compiled):
     (variant,) = compare(make, {"x": settings}).variants
     assert variant.error == ""
-    assert searches == [("32-true", name, is_compiled, {})]
+    assert searches == [("32-true", name, is_compiled, {"objective": "memory"})]
 
 
 def test_make_may_return_a_module_alone(searches):

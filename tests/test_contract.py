@@ -60,7 +60,7 @@ assert ALL_STEPS < QUICK < CASES.keys()
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
 def test_no_trace(name: str, tmp_path: Path) -> None:
-    finder = BatchFinder(**{"max_batch_size": SIZE, **CASES[name].finder})
+    finder = BatchFinder(**{"max_batch_size": SIZE, **CASES[name].finder}, objective="memory")
     if name not in ALL_STEPS:
         finder.policy = FAST
     searched = outcome_of(tmp_path / "searched", CASES[name], CASES[name].start, finder)
@@ -82,7 +82,7 @@ def test_no_trace(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_no_trace_of_a_worker(name: str, tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     finder.policy = FAST
     searched = outcome_of(tmp_path / "searched", CASES[name], 3, finder)
     hard_coded = outcome_of(tmp_path / "hard", CASES[name], SIZE, None)
@@ -95,7 +95,7 @@ def test_no_trace_of_a_worker(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PLACES)
 def test_no_trace_at_any_place_of_the_size(name: str, tmp_path: Path) -> None:
     case, place = PLACES[name]
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     finder.policy = FAST
     searched = outcome_of(tmp_path / "searched", case, case.start, finder)
     hard_coded = outcome_of(tmp_path / "hard", case, SIZE, None)
@@ -114,7 +114,7 @@ def test_no_trace_with_newer_arguments_of_lightning(name: str, tmp_path: Path) -
     exists, case = NEWER[name]
     if not exists:
         pytest.skip("this version of Lightning does not have it")
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     finder.policy = FAST
     profiler = MemoryProfiler()
     searched = outcome_of(tmp_path / "searched", case, case.start, finder)
@@ -132,7 +132,7 @@ def test_no_trace_with_newer_arguments_of_lightning(name: str, tmp_path: Path) -
 @pytest.mark.usefixtures("reads_here")
 @pytest.mark.parametrize("where", KEPT)
 def test_no_trace_in_what_objects_keep(where: str, tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     finder.policy = FAST
     searched = outcome_of(tmp_path / "searched", KEPT[where], 3, finder)
     hard_coded = outcome_of(tmp_path / "hard", KEPT[where], SIZE, None)
@@ -142,7 +142,7 @@ def test_no_trace_in_what_objects_keep(where: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("reads_here")
 @pytest.mark.parametrize("part", PARTS)
 def test_no_trace_in_parts_of_the_trainer_that_the_user_wrote(part: str, tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     finder.policy = FAST
     case, make = PARTS[part]
     searched = outcome_of(tmp_path / "searched", case, 3, finder, **make())
@@ -194,7 +194,7 @@ def evaluation_of(
     "ignore:the metric 'kept'",
 )
 def test_no_trace_of_a_search_before_an_evaluation(stage: str, tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     searched = evaluation_of(tmp_path / "searched", stage, 3, finder)
     hard_coded = evaluation_of(tmp_path / "hard", stage, SIZE, None)
     assert finder.plan is not None
@@ -219,7 +219,10 @@ def resumed_of(
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from")
 def test_no_trace_in_a_resumed_run(tmp_path: Path) -> None:
     arguments = {"max_batch_size": SIZE, "target_batch_size": 16, "lr_scaling": "linear"}
-    finders = [BatchFinder(**arguments), BatchFinder(**arguments)]
+    finders = [
+        BatchFinder(**arguments, objective="memory"),
+        BatchFinder(**arguments, objective="memory"),
+    ]
     searched = resumed_of(tmp_path / "searched", 0.01, 4, 1, finders)
     hard_coded = resumed_of(tmp_path / "hard", 0.04, SIZE, 2, [])
     assert finders[1].plan == finders[0].plan
@@ -253,7 +256,7 @@ class SetsAttributes(Net):
 
 @pytest.mark.usefixtures("reads_here")
 def test_steps_may_read_what_the_hooks_of_the_loaders_set(tmp_path: Path) -> None:
-    finder = BatchFinder(max_batch_size=SIZE)
+    finder = BatchFinder(max_batch_size=SIZE, objective="memory")
     searched = outcome_of(tmp_path / "searched", Case(SetsAttributes), 3, finder)
     hard_coded = outcome_of(tmp_path / "hard", Case(SetsAttributes), SIZE, None)
     assert_same(searched, hard_coded, "attributes")

@@ -108,7 +108,7 @@ def test_profile(tmp_path, monkeypatch):
 
 def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
     monkeypatch.setenv(factory.VARIABLE, "find:max_batch_size=16")
-    finder = BatchFinder(max_batch_size=8)
+    finder = BatchFinder(max_batch_size=8, objective="memory")
     trainer, module = run(lightning_pytorch, tmp_path, finder)
     assert kinds(trainer) == ["BatchFinder", "MemoryProfiler"]
     assert (finder in trainer.callbacks, module.batch_size) == (True, 8)
@@ -222,7 +222,7 @@ def test_a_refusal_never_ends_a_training(kind, tmp_path, monkeypatch):
         assert_same(refused[key], without[key], key)
     # In code it stays an error.
     with pytest.raises((ValueError, IndexError), match=message):
-        outcome_of(tmp_path / "code", case, 4, BatchFinder(max_batch_size=16))
+        outcome_of(tmp_path / "code", case, 4, BatchFinder(max_batch_size=16, objective="memory"))
 
 
 @pytest.mark.usefixtures("reads_here")

@@ -7,6 +7,7 @@ import pytest
 from matplotlib import pyplot
 
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import MIB, Trial
 from tests.helpers.plans import plan_with
 from tests.plan.test_plan import PLAN as OTHER_PLAN
@@ -110,7 +111,7 @@ def test_the_sizes_that_ran_are_the_ticks_unless_they_are_too_near_to_the_chosen
 
 
 def test_throughput_is_below_it():
-    figure = plot_search(replace(PLAN, ranks=2))
+    figure = plot_search(replace(PLAN, recipe=Recipe(ranks=2)))
     shown = lines(figure, 1)
     # The size that ran out of memory has no time.
     (shown,) = [line for name, line in shown.items() if name.startswith("_child0")]

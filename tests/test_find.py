@@ -48,7 +48,9 @@ def test_a_training_after_a_search_is_the_training_without(name, tmp_path, monke
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "fit", fit)
             plans.append(
-                find_batch_size(trainer, model, **data, max_batch_size=SIZE, **case.finder)
+                find_batch_size(
+                    trainer, model, **data, max_batch_size=SIZE, **case.finder, objective="memory"
+                )
             )
         fit(trainer, model, **data)
 
@@ -146,11 +148,13 @@ def test_everything_is_as_before(fails_at, device, reads_here, monkeypatch, tmp_
     weights = copy.deepcopy(module.state_dict())
     if fails_at:
         with pytest.raises(LookupError, match="of the user"):
-            find_batch_size(trainer, module, data)
+            find_batch_size(trainer, module, data, objective="memory")
         # There is no teardown, as in a training that fails.
         assert calls == ["prepare_data", "setup fit"]
     else:
-        assert find_batch_size(trainer, module, data).batch_size == found_size(500 * MIB)
+        assert find_batch_size(trainer, module, data, objective="memory").batch_size == found_size(
+            500 * MIB
+        )
         assert calls == ["prepare_data", "setup fit", "teardown fit"]
     assert state() == state_before
     assert_same(numbers(), numbers_before, "random states")
@@ -190,7 +194,11 @@ def test_the_size_is_as_before_where_it_is_not_in_a_plain_object(make, device, m
     module = SizedElsewhere(device, make())
     monkeypatch.setattr(BatchFinder, "device_memory", lambda finder, _: device)
     plan = find_batch_size(
-        quiet_trainer(max_epochs=1), module, batch_arg_name="sized.batch_size", max_batch_size=8
+        quiet_trainer(max_epochs=1),
+        module,
+        batch_arg_name="sized.batch_size",
+        max_batch_size=8,
+        objective="memory",
     )
     assert plan.batch_size == 8
     assert module.sized.batch_size == 4
@@ -213,7 +221,12 @@ def test_a_loop_without_a_trainer_has_a_function_of_its_own(call):
 def test_arguments_by_name():
     trainer = quiet_trainer(max_epochs=1)
     module = CASES["sgd_momentum"].module(4)
-    assert find_batch_size(trainer=trainer, model=module, max_batch_size=8).batch_size == 8
+    assert (
+        find_batch_size(
+            trainer=trainer, model=module, max_batch_size=8, objective="memory"
+        ).batch_size
+        == 8
+    )
 
 
 def test_a_trainer_that_would_not_train():
@@ -222,11 +235,11 @@ def test_a_trainer_that_would_not_train():
     with pytest.raises(
         ValueError, match="find_batch_size cannot search: the trainer has fast_dev_run"
     ):
-        find_batch_size(trainer, module)
+        find_batch_size(trainer, module, objective="memory")
     with pytest.raises(
         ValueError, match="max_batch_size must be a whole number of at least 1, got 0"
     ):
-        find_batch_size(trainer, module, max_batch_size=0)
+        find_batch_size(trainer, module, max_batch_size=0, objective="memory")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +249,7 @@ def test_only_the_progress_is_printed(has_bar, text, device, reads_here, monkeyp
     monkeypatch.setattr(BatchFinder, "device_memory", lambda *_: device)
     trainer = quiet_trainer(max_epochs=1, enable_progress_bar=has_bar)
     capsys.readouterr()
-    find_batch_size(trainer, Lawful(device, law))
+    find_batch_size(trainer, Lawful(device, law), objective="memory")
     printed = capsys.readouterr()
     assert re.match(text, printed.out)
     assert printed.err == ""
@@ -245,7 +258,7 @@ def test_only_the_progress_is_printed(has_bar, text, device, reads_here, monkeyp
 def test_a_strategy_that_starts_the_training_in_other_processes():
     trainer = quiet_trainer(strategy="ddp_spawn", devices=2, max_epochs=1)
     with pytest.raises(ValueError, match="or a strategy that starts other processes"):
-        find_batch_size(trainer, CASES["sgd_momentum"].module(4))
+        find_batch_size(trainer, CASES["sgd_momentum"].module(4), objective="memory")
 
 
 def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
@@ -255,7 +268,9 @@ def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
         quiet_trainer(max_epochs=1),
         quiet_trainer(StochasticWeightAveraging(0.1), max_epochs=1),
     )
-    plans = [find_batch_size(trainer, Lawful(device, law)) for trainer in trainers]
+    plans = [
+        find_batch_size(trainer, Lawful(device, law), objective="memory") for trainer in trainers
+    ]
     # The copy has a weight and a bias of four bytes each.
     less = ["left 0.000 MiB of the limit free" in " ".join(plan.notes) for plan in plans]
     assert less == [False, True]
@@ -264,6 +279,6 @@ def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
 def test_what_is_no_trainer_or_no_module_is_named():
     module = Lawful(None, law)
     with pytest.raises(ValueError, match="takes the Trainer first, and then the module"):
-        find_batch_size(module, quiet_trainer())
+        find_batch_size(module, quiet_trainer(), objective="memory")
     with pytest.raises(ValueError, match=r"model must be a LightningModule, got <function"):
-        find_batch_size(quiet_trainer(), lambda: module)
+        find_batch_size(quiet_trainer(), lambda: module, objective="memory")

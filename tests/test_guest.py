@@ -64,7 +64,7 @@ def profiler():
 
 
 def finder():
-    made = BatchFinder(max_batch_size=8, batch_arg_name="batch_size")
+    made = BatchFinder(max_batch_size=8, batch_arg_name="batch_size", objective="memory")
     made.policy = FAST
     return made
 

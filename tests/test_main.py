@@ -47,7 +47,10 @@ def finished(tmp_path_factory):
             lambda device, quick: device_memory,
         )
         trainer = quiet_trainer(
-            BatchFinder(), MemoryProfiler(), default_root_dir=directory, max_epochs=1
+            BatchFinder(objective="memory"),
+            MemoryProfiler(),
+            default_root_dir=directory,
+            max_epochs=1,
         )
         trainer.fit(Lawful(device_memory, law))
     return directory
@@ -547,7 +550,10 @@ def test_help_describes_every_option(capsys, command):
         is_described = re.search(rf"--{name} \S+ \S*\w+", text) is not None
         assert is_described == (name not in absent), name
     assert "--max_batch_size MAX_BATCH_SIZE the largest size to consider, in samples. " in text
-    assert "within 5 % of the best samples per second that were measured. " in text
+    objective = "by default the largest size that fits"
+    if command == "find":
+        objective = "within 5 % of the best samples per second that were measured. "
+    assert objective in text
     assert "--plan PLAN a plan of an earlier ``fit`` to use again" in text
 
 
@@ -625,7 +631,7 @@ def test_find_on_a_simulated_gpu_passes_the_function_and_all_options(simulated):
     assert main(command.split()) == 0
     ((program, gpu, _, options),) = asked
     assert program == Program("function", "my_project:make", trainer={"precision": "bf16-mixed"})
-    assert (gpu, options["min_steps_per_epoch"]) == ("A100-80GB", 10)
+    assert (gpu, options["min_steps_per_epoch"]) == ("A100-80GB", "auto")
 
 
 def step_memory(sample_bytes, **fields):

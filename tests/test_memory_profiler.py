@@ -796,7 +796,7 @@ def test_what_a_checkpoint_loads_is_before_the_first_step(tmp_path, device_memor
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_search_is_not_before_the_first_step(tmp_path, device_memory, searches, is_last):
     device_memory.budget = 600 * MIB
-    finder = BatchFinder(max_batch_size=4)
+    finder = BatchFinder(max_batch_size=4, objective="memory")
     finder.device_memory = lambda device: device_memory
 
     def use(*_):
@@ -845,7 +845,7 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
 
 def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     device_memory.budget = 200 * MIB
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()
     recorder = Recorder()
@@ -1132,7 +1132,7 @@ def test_reading_workers_takes_a_fiftieth_of_the_time(monkeypatch):
 )
 def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_name, names):
     device_memory.budget = 220 * MIB
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()
     trainer = trainer_for(
@@ -1183,7 +1183,7 @@ def test_each_step_counts_once_if_a_report_is_interrupted(
 
 def test_an_evaluation_without_a_search_has_no_plan_of_an_earlier_one(tmp_path, device_memory):
     device_memory.budget = 220 * MIB
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     finder.device_memory = lambda device: device_memory
     profiler = MemoryProfiler()
     trainer = trainer_for(tmp_path, profiler, finder)

@@ -799,7 +799,7 @@ def test_a_search_sees_the_errors_itself(fit: Any, fake_device: Any) -> None:
     guard = OomGuard()
     for guards in ([], [guard]):
         device = fake_device(available_bytes=500 * MIB)
-        finder = BatchFinder(multiple_of=1, min_steps_per_epoch=None)
+        finder = BatchFinder(multiple_of=1, min_steps_per_epoch=None, objective="memory")
         fit(Bounded(device, law), finder, device, *guards)
         assert finder.plan is not None
         plans.append((finder.plan.batch_size, [trial.outcome for trial in finder.plan.trials]))

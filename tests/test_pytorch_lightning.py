@@ -91,7 +91,7 @@ def test_a_resumed_run(contract, tmp_path):
 def test_the_callbacks_are_callbacks_of_the_package():
     from lightning_batchmem.pytorch_lightning import BatchFinder, MemoryProfiler, OomGuard
 
-    callbacks = (BatchFinder(), MemoryProfiler(), OomGuard())
+    callbacks = (BatchFinder(objective="memory"), MemoryProfiler(), OomGuard())
     assert all(isinstance(callback, pl.Callback) for callback in callbacks)
 
 

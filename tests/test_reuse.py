@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_batchmem import BatchFinder, Plan
-from lightning_batchmem.plan import trials_so_far
 from tests.helpers import lawful
 from tests.helpers.lawful import MIB, Lawful, found_size, law
 from tests.helpers.plans import plan_with
@@ -48,9 +47,9 @@ def kinds(plan, since=0):
     return [(trial.kind, trial.batch_size) for trial in plan.trials[since:]]
 
 
-def test_the_speeds_of_an_earlier_plan_are_not_compared(again, device, earlier, monkeypatch):
-    monkeypatch.setattr(trials_so_far, "FASTER_RATIO", 0.0)
-    assert again(earlier, Lawful(device, law)).notes == earlier.notes
+@pytest.mark.usefixtures("compares_speeds")
+def test_the_speeds_of_an_earlier_plan_are_not_compared(again, device, earlier):
+    assert again(earlier, Lawful(device, law)).speeds == ()
 
 
 def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
@@ -272,7 +271,7 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
         with pytest.raises(
             ValueError, match=f"plan must be a Plan, a path or None, got {given!r}$"
         ):
-            BatchFinder(plan=given)
+            BatchFinder(plan=given, objective="memory")
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,27 @@ from numbers import Real
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
+from lightning_batchmem._lightning.bounds import (
+    num_steps,
+    of_accumulation,
+    steps_are_batches,
+)
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.place_search import FollowedSetting
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem._lightning.schedules import schedule_warnings
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of
-from lightning_batchmem.plan.learning_rate import Epoch, TrainingSetup
+from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.recipe import RAISED_RATIO, Epoch, Recipe, step_ratio
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -60,9 +68,9 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
-def training_setup(
+def project_recipe(
     followed: FollowedSetting, options: SearchOptions, learning_rate: float | None, epoch: Epoch
-) -> TrainingSetup:
+) -> Recipe:
     """The optimizer steps of the project.
 
     Args:
@@ -84,13 +92,17 @@ def training_setup(
             f"`{followed.setting.name}` must be a positive whole number for lr_scaling. Set it to"
             " the batch size that the learning rate was chosen for."
         )
-    return TrainingSetup(
-        trainer.accumulate_grad_batches,
-        trainer.world_size,
-        effective_batch_size,
-        learning_rate,
-        tuple(type(optimizer).__name__ for optimizer in trainer.optimizers),
-        options.unit,
+    accumulate = trainer.accumulate_grad_batches
+    return Recipe(
+        batch_size=followed.project_size,
+        accumulate_grad_batches=accumulate,
+        ranks=trainer.world_size,
+        effective_batch_size=effective_batch_size,
+        num_steps=num_steps(trainer, epoch.batches, accumulate),
+        counts_batches=not steps_are_batches(trainer),
+        learning_rates=_learning_rates(trainer),
+        optimizer_names=_optimizer_names(trainer),
+        learning_rate=learning_rate,
     )
 
 
@@ -105,23 +117,76 @@ def learning_rate_to_scale(setting: BatchSizeSetting, options: SearchOptions) ->
     return _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
 
 
-def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> None:
-    """Apply ``plan`` and configure the optimizers again, as if the size had always been there."""
+def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> Plan:
+    """Apply ``plan`` and configure the optimizers again, as if the size had always been there.
+
+    Returns:
+        The plan, with the learning rates of the new optimizers, and warnings about them.
+    """
     trainer = setting.trainer
     setting.write(plan.batch_size, also_logged=True)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
+    for name, count in plan.recipe.trainer_settings.items():
+        setattr(trainer, name, count)
     attribute = _learning_rate_attribute(setting)
     is_scaled = plan.learning_rate not in (None, attribute.value)
     if plan.learning_rate is not None:
         attribute.set(plan.learning_rate, also_logged=True)
     discard_train_loader(trainer)
-    before = _optimizer_learning_rates(trainer) if is_scaled else None
+    rates_before = _learning_rates(trainer)
     configure_optimizers_again(trainer)
-    if is_scaled and before == _optimizer_learning_rates(trainer):
+    rates = _learning_rates(trainer)
+    if is_scaled and rates_before == rates:
         rank_zero_warn(
             f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but"
             " configure_optimizers does not use it. Pass it to the optimizers there."
         )
+    recipe = replace(plan.recipe, learning_rates=rates, optimizer_names=_optimizer_names(trainer))
+    before = plan.project_recipe
+    if before is None:
+        return replace(plan, recipe=recipe)
+    warnings = [*plan.warnings, *schedule_warnings(trainer, before, recipe)]
+    notes = [*plan.notes]
+    if note := learning_rate_note(before, recipe, plan.unit):
+        ratio = step_ratio(before, recipe)
+        if max(ratio, 1 / ratio) > RAISED_RATIO:
+            warnings.insert(0, note)
+        else:
+            notes.append(note)
+    return replace(plan, recipe=recipe, warnings=tuple(warnings), notes=tuple(notes))
+
+
+def settings_in_batches(
+    trainer: Trainer,
+    accumulate_grad_batches: int,
+    batches_in_epoch: float,
+    *,
+    follows_validation: bool,
+) -> dict[str, int]:
+    """The settings of the Trainer that count batches, where they go with another accumulation.
+
+    Args:
+        trainer: the Trainer, before the plan is applied.
+        accumulate_grad_batches: batches to an optimizer step in the training.
+        batches_in_epoch: batches of an epoch in the training.
+        follows_validation: whether the batches of the validation have the batch size too.
+    """
+    before = trainer.accumulate_grad_batches
+    names = ["limit_train_batches", "val_check_interval"]
+    if follows_validation:
+        names.append("limit_val_batches")
+    settings = {}
+    for name in names:
+        # A Trainer that validates by time, as lightning 2.6 can, does not have each of them.
+        count = getattr(trainer, name, None)
+        if not isinstance(count, int) or isinstance(count, bool) or count == 0:
+            continue
+        settings[name] = of_accumulation(count, accumulate_grad_batches, before)
+    is_in_epoch = trainer.check_val_every_n_epoch is not None
+    if "val_check_interval" in settings and is_in_epoch and batches_in_epoch >= 1:
+        # A longer interval is an error in Lightning.
+        settings["val_check_interval"] = int(min(settings["val_check_interval"], batches_in_epoch))
+    return {name: count for name, count in settings.items() if count != getattr(trainer, name)}
 
 
 def start_without_search(trainer: Trainer, snapshot: ProjectSnapshot) -> None:
@@ -153,7 +218,13 @@ def _learning_rate(attribute: ProjectAttribute, scaling: str) -> float:
     return float(value)
 
 
-def _optimizer_learning_rates(trainer: Trainer) -> list[str]:
-    """The learning rates as texts: one that follows a schedule of its own may be None."""
+def _learning_rates(trainer: Trainer) -> tuple[float, ...]:
+    """The different learning rates of the optimizers, before a schedule has changed them."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return [str(group.get("lr")) for group in groups]
+    rates = [group.get("initial_lr", group.get("lr")) for group in groups]
+    # A rate may be a tensor, or None where an optimizer has a schedule of its own.
+    return tuple(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, Real | Tensor)))
+
+
+def _optimizer_names(trainer: Trainer) -> tuple[str, ...]:
+    return tuple(type(optimizer).__name__ for optimizer in trainer.optimizers)

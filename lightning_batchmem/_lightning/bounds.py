@@ -13,13 +13,13 @@ from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.plan.learning_rate import Epoch
 from lightning_batchmem.plan.options import (
     UNBOUNDED_MAX_BATCH_SIZE,
     UNBOUNDED_MAX_BUDGET,
     SearchOptions,
 )
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.recipe import RAISED_RATIO, Epoch
 from lightning_batchmem.plan.records import Bound, SizeLimit
 from lightning_batchmem.plan.sizes import largest_where
 
@@ -30,6 +30,43 @@ _MOST_COUNTS = 12
 _COUNTED_SHARE = 1 / 64
 
 
+def why_not_accumulate(trainer: Trainer, loaders: StageLoaders, *, is_budget: bool) -> str:
+    """Why a search may not choose how many batches an optimizer step has; empty if it may."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "your training_step steps the optimizers itself"
+    if not steps_are_batches(trainer):
+        return "a GradientAccumulationScheduler sets it"
+    if is_budget:
+        return "the batches are formed within a budget"
+    if len(loaders.sized) > 1:
+        return "there are several training loaders"
+    return ""
+
+
+def num_steps(
+    trainer: Trainer, batches_in_epoch: float, accumulate_grad_batches: int
+) -> int | None:
+    """Optimizer steps of the whole training; batches where the project steps its optimizers.
+
+    ``None`` where their number is not known.
+    """
+    steps: float = math.inf
+    max_epochs = trainer.max_epochs
+    if max_epochs is not None and max_epochs >= 0:
+        in_epoch = batches_in_epoch
+        if steps_are_batches(trainer) and math.isfinite(batches_in_epoch):
+            in_epoch = math.ceil(batches_in_epoch / accumulate_grad_batches)
+        steps = in_epoch * max(1, max_epochs - trainer.current_epoch)
+    if trainer.max_steps > 0 and steps_are_batches(trainer):
+        steps = min(steps, trainer.max_steps)
+    return int(steps) if math.isfinite(steps) else None
+
+
+def of_accumulation(count: int, accumulate_grad_batches: int, before: int) -> int:
+    """A number of batches that spans the same optimizer steps as ``count`` did before."""
+    return -(-count * accumulate_grad_batches // before)
+
+
 def limited_batches(batches: float, limit_batches: int | float) -> float:
     """Number of batches of an epoch under Lightning's ``limit_*_batches``."""
     if isinstance(limit_batches, int):
@@ -37,9 +74,17 @@ def limited_batches(batches: float, limit_batches: int | float) -> float:
     return batches if math.isinf(batches) else int(batches * limit_batches)
 
 
-def epoch_at(trainer: Trainer, loaders: StageLoaders, batch_size: int) -> Epoch:
-    """An epoch of the training on this rank at a batch size, under ``limit_train_batches``."""
-    batches = limited_batches(loaders.batches(batch_size), trainer.limit_train_batches)
+def epoch_at(
+    trainer: Trainer, loaders: StageLoaders, batch_size: int, accumulate_grad_batches: int
+) -> Epoch:
+    """An epoch of the training on this rank at a batch size, under ``limit_train_batches``.
+
+    A limit that is a number of batches goes with the accumulation.
+    """
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        limit = of_accumulation(limit, accumulate_grad_batches, trainer.accumulate_grad_batches)
+    batches = limited_batches(loaders.batches(batch_size), limit)
     return Epoch(batches, min(loaders.samples(batch_size), batches * batch_size))
 
 
@@ -64,12 +109,12 @@ def reached_samples(trainer: Trainer, stage: str, largest_size: int, info: Loade
     elif info.samples is not None:
         # The number of batches is rounded down, and the last one may not be full.
         reached = min(info.samples, math.ceil(limit * (info.samples + size)))
-    if stage == "train" and trainer.max_steps > 0 and _steps_are_batches(trainer):
+    if stage == "train" and trainer.max_steps > 0 and steps_are_batches(trainer):
         reached = min(reached, trainer.max_steps * trainer.accumulate_grad_batches * size)
     return max(1, reached * info.replicas)
 
 
-def _steps_are_batches(trainer: Trainer) -> bool:
+def steps_are_batches(trainer: Trainer) -> bool:
     """Whether each optimizer step takes the batches that the Trainer accumulates."""
     scheduler = in_every_package("callbacks.GradientAccumulationScheduler")
     has_scheduler = any(isinstance(callback, scheduler) for callback in callbacks_of(trainer))
@@ -95,10 +140,21 @@ def training_bounds(
     options: SearchOptions,
     policy: SearchPolicy,
     project_size: int | None,
+    *,
+    keeps_step: bool = False,
 ) -> list[Bound]:
     """The largest sizes that the data and each setting of the trainer allow.
 
-    Without these bounds Lightning raises errors.
+    Without most of these bounds Lightning raises errors.
+
+    Args:
+        trainer: the Trainer.
+        loaders: the loaders of the training.
+        validation: those of the validation; ``None`` for none.
+        options: the arguments of BatchFinder.
+        policy: the numbers that steer the search.
+        project_size: the size of the project; ``None`` where it is not known, or a placeholder.
+        keeps_step: whether accumulation keeps the samples of an optimizer step.
     """
     bounds = stage_bounds(trainer, "train", loaders)
     if validation is not None:
@@ -106,27 +162,31 @@ def training_bounds(
     # A Trainer that validates by time, as lightning 2.6 can, does not have this attribute.
     every = getattr(trainer, "val_check_interval", None)
     limit = trainer.limit_train_batches
-    if isinstance(every, int) and _must_fit_in_epoch(trainer):
+    # The interval goes with the accumulation.
+    if isinstance(every, int) and _must_fit_in_epoch(trainer) and not keeps_step:
         interval_bound = _bound(
             "val_check_interval",
             loaders,
             lambda size: limited_batches(loaders.batches(size), limit) >= every,
         )
         bounds.append(interval_bound)
-    if (
-        options.min_steps_per_epoch
-        and options.max_batch_size is None
-        and options.target_batch_size is None
-    ):
-        fewest = options.min_steps_per_epoch * trainer.accumulate_grad_batches
+    fewest = options.least_steps_per_epoch
+    smallest = max(project_size or 0, options.first_size(policy))
+    if project_size is not None and options.objective == "recipe" and not keeps_step:
+        bounds.append((project_size, "recipe"))
+    elif project_size is not None and options.bounds_the_raise and not keeps_step:
+        bounds.append((int(RAISED_RATIO * project_size), "recipe"))
+    elif fewest and not keeps_step:
         # A limit that is a number of batches does not depend on the batch size.
         share = limit if isinstance(limit, float) else 1.0
         largest, _ = _bound(
             "min_steps_per_epoch",
             loaders,
-            lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= fewest,
+            lambda size: (
+                limited_batches(loaders.batches(size, full_only=True), share)
+                >= fewest * trainer.accumulate_grad_batches
+            ),
         )
-        smallest = max(project_size or 0, options.first_size(policy))
         bounds.append((max(largest, smallest), "min_steps_per_epoch"))
     return bounds
 

@@ -30,14 +30,20 @@ class CheckpointPlan:
 
     def continued(self, trainer: Trainer, target_batch_size: int | None) -> Plan:
         """The plan for the ranks of this Trainer; a warning has all changes."""
-        batch_size = self.plan.batch_size
+        plan = self.plan
+        batch_size = plan.batch_size
         ranks = trainer.world_size
-        accumulate = self.plan.accumulate_grad_batches
-        if target_batch_size is None:
-            accumulate = trainer.accumulate_grad_batches
-        elif ranks != self.plan.ranks:
-            # An optimizer step has as nearly the target as whole batches allow.
-            accumulate = max(1, round(target_batch_size / (batch_size * ranks)))
+        accumulate = trainer.accumulate_grad_batches
+        before = plan.project_recipe
+        has_changed = before is not None and (
+            plan.accumulate_grad_batches != before.accumulate_grad_batches
+        )
+        if target_batch_size is not None or has_changed:
+            accumulate = plan.accumulate_grad_batches
+            if ranks != plan.ranks:
+                # An optimizer step has as nearly the same samples as whole batches allow.
+                samples = target_batch_size or batch_size * accumulate * plan.ranks
+                accumulate = max(1, round(samples / (batch_size * ranks)))
         text = f"BatchFinder continues with batch size {batch_size} of the checkpoint"
         if self.changes:
             rank_zero_warn(
@@ -46,12 +52,14 @@ class CheckpointPlan:
             )
         else:
             rank_zero_info(text)
-        step = replace(
-            self.plan.step,
+        recipe = replace(
+            plan.recipe,
+            batch_size=batch_size,
             accumulate_grad_batches=accumulate,
+            ranks=ranks,
             effective_batch_size=batch_size * accumulate * ranks,
         )
-        return replace(self.plan, step=step, ranks=ranks)
+        return replace(plan, recipe=recipe)
 
 
 def plan_to_continue(

@@ -36,6 +36,8 @@ class TrainerProgram(Program):
         bounds_of_stage: the largest sizes that data and settings allow.
         begin_stage: runs what comes before the first step at a batch size, which hooks may read.
         later: the program in the later state of the training, made in the same ``clean_start``.
+        project_batch_size: the size of the project; ``None`` where it is not known.
+        may_accumulate: whether the search may choose how many batches an optimizer step has.
     """
 
     def __init__(
@@ -48,13 +50,16 @@ class TrainerProgram(Program):
         bounds_of_stage: list[Bound],
         begin_stage: Callable[[int], None],
         later: TrainerProgram | None = None,
+        *,
+        project_batch_size: int | None = None,
+        may_accumulate: bool = False,
     ) -> None:
         trainer = setting.trainer
         self.module = trainer.lightning_module
         self.device = trainer.strategy.root_device
         self.phases = clean_start.phases
-        self.training = training
-        self.evaluation = evaluation
+        self.training: TrainingSteps | None = training
+        self.evaluation: EvaluationSteps | None = evaluation
         self._clean_start = clean_start
         self._again = clean_start.again
         self._setting = setting
@@ -65,6 +70,10 @@ class TrainerProgram(Program):
         # The search itself accumulates at most two batches.
         if training is not None:
             self.accumulate_grad_batches = trainer.accumulate_grad_batches
+        self.project_batch_size = project_batch_size
+        self.may_accumulate = may_accumulate
+        # What accumulation keeps in each optimizer step over all ranks; None for nothing.
+        self.samples_per_step: int | None = None
         if later is not None:
             self.later = later._with_caches()
         self.evaluates_first = bool(trainer.num_sanity_val_steps)
@@ -144,7 +153,35 @@ class TrainerProgram(Program):
         for source in self._sources:
             source.set_attributes_of_hook()
         self._setting.write(batch_size)
+        if self.samples_per_step is not None:
+            # With two micro batches, gradients are alive in backward too.
+            self._setting.trainer.accumulate_grad_batches = 2
         self._begin_stage(batch_size)
+
+    def accumulate(self, samples_per_step: int) -> None:
+        self.samples_per_step = samples_per_step
+        if isinstance(self.later, TrainerProgram):
+            self.later.accumulate(samples_per_step)
+
+    @property
+    def follows_validation(self) -> bool:
+        """Whether the batches of the validation have the batch size too."""
+        return self.evaluation is not None and self.evaluation.loaders.follows
+
+    def loss_of_copies(self, batch_size: int) -> float | None:
+        training = self.training
+        if training is None:
+            return None
+        self.restart(batch_size)
+        callback = self._clean_start.search_callback
+        callback.keep_loss()
+        training.begin(batch_size)
+        try:
+            training.make_copies(batch_size)
+            training.run()
+        finally:
+            training.end()
+        return None if callback.loss is None else float(callback.loss)
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         return without_synchronization(self._setting.trainer)

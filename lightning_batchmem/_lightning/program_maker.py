@@ -9,7 +9,12 @@ from functools import partial
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.bounds import reached_samples, stage_bounds, training_bounds
+from lightning_batchmem._lightning.bounds import (
+    reached_samples,
+    stage_bounds,
+    training_bounds,
+    why_not_accumulate,
+)
 from lightning_batchmem._lightning.clean_start import CleanStart
 from lightning_batchmem._lightning.data_source import (
     attach_loaders,
@@ -116,13 +121,17 @@ class ProgramMaker:
             hook_of_epoch=state.begin_epoch,
         )
         validation_loaders = None if evaluation is None else evaluation.loaders
+        project_size = self._size_to_keep(followed)
+        may_accumulate = not why_not_accumulate(trainer, loaders, is_budget=setting.is_budget)
+        keeps_step = may_accumulate and self.options.keeps_step(trainer.accumulate_grad_batches)
         bounds = training_bounds(
             trainer,
             loaders,
             validation_loaders,
             self.options,
             self.policy,
-            followed.project_size,
+            project_size,
+            keeps_step=keeps_step or self.options.target_batch_size is not None,
         )
         largest_size = min([self.options.largest_size, *(size for size, _ in bounds)])
         unfreeze = partial(
@@ -140,6 +149,8 @@ class ProgramMaker:
             bounds,
             begin_stage,
             later,
+            project_batch_size=project_size,
+            may_accumulate=may_accumulate,
         )
         with noted_errors():
             program.restart(self._first_size)
@@ -166,6 +177,13 @@ class ProgramMaker:
         return TrainerProgram(
             clean_start, setting, [setting.source], None, steps, bounds, loaders.set_sizes
         )
+
+    def _size_to_keep(self, followed: FollowedSetting) -> int | None:
+        """The size of the project; ``None`` where it is not known, or a placeholder."""
+        size = followed.project_size
+        if size is None or (size <= self._first_size and not followed.setting.is_budget):
+            return None
+        return size
 
     def _validation_steps(
         self, setting: BatchSizeSetting, clean_start: CleanStart
@@ -239,9 +257,6 @@ class ProgramMaker:
         """Attach the loaders, configure optimizers, and call the hooks before the first step."""
         trainer = self.trainer
         attach_loaders(trainer, training, validation, batch_size)
-        if self.options.target_batch_size is not None:
-            # With two micro batches, gradients are alive in backward too.
-            trainer.accumulate_grad_batches = 2
         configure_optimizers_again(trainer)
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         for hook in ("on_fit_start", "on_train_start"):

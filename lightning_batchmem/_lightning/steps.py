@@ -149,6 +149,11 @@ class TrainingSteps(_StageSteps):
     def complete(self) -> None:
         """Nothing follows the last step."""
 
+    def make_copies(self, batch_size: int) -> None:
+        """Make a batch of copies of one sample, the batch of the next :meth:`run`."""
+        self._make_again = partial(self.batches.copies, batch_size)
+        self._next_batch[:] = [self._make_again()]
+
     def run(self) -> None:
         """Run one step.
 

@@ -10,8 +10,12 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.apply import learning_rate_to_scale, training_setup
-from lightning_batchmem._lightning.bounds import epoch_at
+from lightning_batchmem._lightning.apply import (
+    learning_rate_to_scale,
+    project_recipe,
+    settings_in_batches,
+)
+from lightning_batchmem._lightning.bounds import epoch_at, num_steps, why_not_accumulate
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.packages import noted_errors
@@ -19,7 +23,7 @@ from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.program_maker import ProgramMaker
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
+from lightning_batchmem._lightning.strategies import bucket_bytes, has_batch_norm, wrap_again
 from lightning_batchmem._lightning.trainer_state import (
     weight_average_bytes,
 )
@@ -29,10 +33,11 @@ from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.samples import LEFT_OUT
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.plan.learning_rate import Epoch, TrainingSetup, optimizer_step
+from lightning_batchmem.plan.learning_rate import learning_rate_factor
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.recipe import Epoch, Recipe, rounded_step_note, short_step_note
 from lightning_batchmem.plan.records import GROWTH_NOTE, mib
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import NOT_USED, parameters_text
@@ -49,11 +54,8 @@ class FoundPlan:
     """The plan of a search in one state of a training, and what it was found with.
 
     Args:
-        plan: the plan, without the optimizer steps of the training.
+        plan: the plan.
         setting: the place of the size.
-        project_size: the size that the project had before.
-        setup: the optimizer steps of the project.
-        epoch: an epoch at the size of the plan.
         longest_sample_note: a sentence about a size that is below that of the project because of
             the longest samples; or empty.
         program: the program of the search; ``None`` where the samples would take memory of trials.
@@ -61,9 +63,6 @@ class FoundPlan:
 
     plan: Plan
     setting: BatchSizeSetting
-    project_size: int | None
-    setup: TrainingSetup
-    epoch: Epoch
     longest_sample_note: str
     program: TrainerProgram | None
 
@@ -144,22 +143,13 @@ class TrainerSearch:
             if any(self.ranks.exchange(state.is_later)):
                 found = self._confirmed(found, state.text, setting, clean_start, progress)
         wrap_again(self.trainer)
-        plan = found.plan
-        step = optimizer_step(
-            found.setup,
-            plan.batch_size,
-            found.epoch,
-            target_batch_size=self.options.target_batch_size,
-            multiple_of=self.options.multiple_of,
-            lr_scaling=self.options.lr_scaling,
-        )
-        plan = self._placed(plan, found.setting)
+        plan = self._placed(found.plan, found.setting)
         # The console shows only one note: the one that surprises most.
         surprises = (GROWTH_NOTE, NOT_USED, LEFT_OUT)
         first = [note for note in plan.notes if any(words in note for words in surprises)]
         others = [note for note in plan.notes if note not in first]
-        notes = (*first, *step.notes, found.longest_sample_note, step.learning_rate_note, *others)
-        project_size = found.project_size
+        notes = (*first, found.longest_sample_note, *others)
+        project_size = plan.project_batch_size
         reason = plan.reason
         if project_size is not None and plan.batch_size < project_size:
             size, _, why = reason.partition(": ")
@@ -167,9 +157,7 @@ class TrainerSearch:
         return replace(
             plan,
             chosen=replace(plan.chosen, reason=reason),
-            step=replace(step, learning_rate_note="", notes=()),
             notes=tuple(note for note in notes if note),
-            project_batch_size=found.project_size,
         )
 
     def _search_in(
@@ -188,8 +176,9 @@ class TrainerSearch:
         parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
             followed = maker.followed(setting, clean_start)
-            epoch = self._epoch(followed.loaders, followed.project_size or 1)
-            setup = training_setup(followed, options, learning_rate, epoch)
+            accumulate = self.trainer.accumulate_grad_batches
+            epoch = self._epoch(followed.loaders, followed.project_size or 1, accumulate)
+            before = project_recipe(followed, options, learning_rate, epoch)
             later = None if found is None else found.program
             program = maker.training(clean_start, followed, state, later)
             with noted_errors(program.batches):
@@ -201,15 +190,85 @@ class TrainerSearch:
                     also_size=followed.project_size if self.is_simulated else None,
                     has_real_times=not self.is_simulated,
                 )
+        plan = replace(plan, notes=(*plan.notes, *state.notes))
         return FoundPlan(
-            replace(plan, notes=(*plan.notes, *state.notes)),
+            self._with_recipe(plan, before, program, followed.loaders),
             followed.setting,
-            followed.project_size,
-            setup,
-            self._epoch(followed.loaders, plan.batch_size),
             self._longest_sample_note(plan, followed.project_size, program),
             None if self.device_memory.is_host else program,
         )
+
+    def _with_recipe(
+        self, plan: Plan, before: Recipe, program: TrainerProgram, loaders: StageLoaders
+    ) -> Plan:
+        """The plan with the optimizer steps of the training, and what cannot go with them."""
+        trainer = self.trainer
+        accumulate = plan.accumulate_grad_batches
+        target = self.options.target_batch_size
+        # Settings that count batches go with the accumulation that keeps the project's own step.
+        as_accumulated = before.accumulate_grad_batches if target is not None else accumulate
+        epoch = self._epoch(loaders, plan.batch_size, as_accumulated)
+        samples = epoch.samples_of_step(plan.batch_size, accumulate) * trainer.world_size
+        after = replace(
+            plan.recipe,
+            effective_batch_size=samples,
+            num_steps=num_steps(trainer, epoch.batches, accumulate),
+            counts_batches=before.counts_batches,
+        )
+        scaling = self.options.lr_scaling
+        rate = before.learning_rate
+        if scaling is not None and rate is not None and before.effective_batch_size is not None:
+            factor = learning_rate_factor(scaling, samples, before.effective_batch_size)
+            after = replace(after, learning_rate=rate * factor)
+        settings = settings_in_batches(
+            trainer, as_accumulated, epoch.batches, follows_validation=program.follows_validation
+        )
+        missed = rounded_step_note(
+            after,
+            program.samples_per_step,
+            "your own size" if target is None else "target_batch_size",
+            self.options.unit,
+        )
+        warnings = [
+            *plan.warnings,
+            *filter(None, [missed, short_step_note(after, epoch)]),
+            *self._warnings(after, before, program, loaders),
+        ]
+        notes = [
+            f"{name} is {count} instead of {getattr(trainer, name)}, because it counts batches."
+            for name, count in settings.items()
+        ]
+        return replace(
+            plan,
+            recipe=replace(after, trainer_settings=settings),
+            project_recipe=before,
+            warnings=tuple(warnings),
+            notes=(*notes, *plan.notes),
+        )
+
+    def _warnings(
+        self, after: Recipe, before: Recipe, program: TrainerProgram, loaders: StageLoaders
+    ) -> list[str]:
+        """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
+        if after.batch_size is None or before.batch_size is None:
+            return []
+        if after.batch_size >= before.batch_size:
+            return []
+        if after.accumulate_grad_batches > before.accumulate_grad_batches:
+            if has_batch_norm(program.module):
+                return [
+                    f"BatchNorm normalizes each batch of {after.batch_size} by itself, and not the"
+                    f" {before.batch_size} of your own size."
+                ]
+            return []
+        is_budget = self.options.budget
+        why = why_not_accumulate(self.trainer, loaders, is_budget=is_budget)
+        if why and self.options.objective in ("auto", "recipe"):
+            return [
+                f"Accumulation does not keep the {before.effective_batch_size:,} samples of a step,"
+                f" because {why}."
+            ]
+        return []
 
     def _longest_sample_note(
         self, plan: Plan, project_size: int | None, program: TrainerProgram
@@ -220,9 +279,9 @@ class TrainerSearch:
         is_smaller = project_size is not None and plan.batch_size < project_size
         return note if is_smaller and plan.limited_by == "memory" else ""
 
-    def _epoch(self, loaders: StageLoaders, batch_size: int) -> Epoch:
+    def _epoch(self, loaders: StageLoaders, batch_size: int, accumulate_grad_batches: int) -> Epoch:
         """An epoch at this size, on the rank with the fewest batches or samples."""
-        own = epoch_at(self.trainer, loaders, batch_size)
+        own = epoch_at(self.trainer, loaders, batch_size, accumulate_grad_batches)
         batches, samples = zip(*self.ranks.exchange(own), strict=True)
         return Epoch(min(batches), min(samples))
 

@@ -159,6 +159,17 @@ class ProbeBatches:
         """
         return self._in_turn(index, lambda batches, turn: batches.other_lengths(batch_size, turn))
 
+    def copies(self, batch_size: int) -> tuple[Any, int]:
+        """A batch of copies of one sample on the host, and its ``dataloader_idx``.
+
+        Raises:
+            ValueError: if a loader forms its own batches.
+        """
+        (batches,) = self._of_loaders
+        if isinstance(batches, BudgetBatches):
+            raise ValueError("batches within a budget have no copies of one sample")
+        return self._loaders.in_structure([batches.copies(batch_size)]), 0
+
     def batch_bytes(self, batch_size: int) -> list[tuple[DataLoader[Any], int]]:
         """Each loader, and the bytes of its largest batch."""
         return [
@@ -267,6 +278,9 @@ class _LoaderBatches:
 
     def batch(self, batch_size: int) -> Any:
         return self._collated(self.choice.positions(self.count(batch_size)))
+
+    def copies(self, batch_size: int) -> Any:
+        return self._collated([0] * self.count(batch_size))
 
     def other_lengths(self, batch_size: int, index: int) -> Any:
         return self._collated(self.choice.other_positions(self.count(batch_size), index))

@@ -1,14 +1,11 @@
-"""The optimizer steps and the learning rate of a training at another batch size."""
+"""The learning rate of a training at another batch size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from lightning_batchmem.plan.options import LearningRateScaling
-from lightning_batchmem.plan.sizes import MicroBatch, micro_batches
+from lightning_batchmem.plan.recipe import RAISED_RATIO, Recipe, step_ratio
 from lightning_batchmem.plan.unit import Unit
 
 # Beyond this ratio of batch sizes the rules are untested.
@@ -25,22 +22,6 @@ _RULES: dict[str, LearningRateScaling] = {
 }
 
 
-class Epoch(NamedTuple):
-    """An epoch of the training on the rank with the fewest batches; ``inf`` where it is unknown."""
-
-    batches: float = math.inf
-    # In the unit of the batch size.
-    samples: float = math.inf
-
-    def samples_of_step(self, batch_size: int, accumulate_grad_batches: int) -> int:
-        """The samples of a full optimizer step on a rank.
-
-        Lightning makes a step at the end of an epoch in any case.
-        """
-        batches = min(accumulate_grad_batches, max(1.0, self.batches))
-        return int(min(batches * batch_size, max(1.0, self.samples)))
-
-
 def learning_rate_factor(
     scaling: LearningRateScaling, effective_batch_size: int, effective_batch_size_before: int
 ) -> float:
@@ -49,114 +30,31 @@ def learning_rate_factor(
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
-def learning_rate_note(optimizer_names: Sequence[str], before: int, after: int, unit: Unit) -> str:
-    """A note for a run whose samples per optimizer step changed and whose learning rate did not.
+def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
+    """A note for a run whose samples per optimizer step changed and whose learning rates did not.
 
-    It is empty where the samples per optimizer step are the same.
+    It is empty for any other run.
     """
-    if before == after or not optimizer_names:
+    old_size = before.effective_batch_size
+    size = after.effective_batch_size
+    names = list(dict.fromkeys(after.optimizer_names))
+    is_kept = before.learning_rates == after.learning_rates
+    if old_size is None or size is None or old_size == size or not names or not is_kept:
         return ""
-    names = list(dict.fromkeys(optimizer_names))
+    step = "A batch" if after.counts_batches else "An optimizer step"
+    text = f"{step} has {unit.step_size(size)} instead of {old_size:,} at the same learning rate"
+    ratio = step_ratio(before, after)
+    if ratio > RAISED_RATIO:
+        text += ', so the training may end worse. objective="recipe" keeps your own size'
     listed = " and ".join(names)
     rule = _RULES.get(names[0])
     if rule is None or any(_RULES.get(name) != rule for name in names):
-        return (
-            f"An optimizer step has {unit.step_size(after)} instead of {before:,}, and no single"
-            f" rule is known for {listed}. Tune the learning rate by hand."
-        )
-    factor = learning_rate_factor(rule, after, before)
-    ratio = after / before
+        return f"{text}. No single rule is known for {listed}: tune the learning rate by hand."
+    factor = learning_rate_factor(rule, size, old_size)
     untested = ""
     if max(ratio, 1 / ratio) > _TESTED_FACTOR:
         untested = f" (untested beyond {_TESTED_FACTOR} times the {unit.budget_name or 'samples'})"
     return (
-        f"An optimizer step has {unit.step_size(after)} instead of {before:,}. For {listed},"
-        f' lr_scaling="{rule}" multiplies the learning rate by {factor:,.4g}{untested}:'
+        f'{text}. For {listed}, lr_scaling="{rule}" multiplies the rate by {factor:,.4g}{untested}:'
         ' see "Choosing a batch size" in the documentation.'
-    )
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """The optimizer steps of a training before its search.
-
-    Args:
-        accumulate_grad_batches: batches to an optimizer step.
-        ranks: processes that train together.
-        effective_batch_size: samples per optimizer step over all ranks; ``None`` if unknown.
-        learning_rate: the learning rate of the module; ``None`` if it is not a number.
-        optimizer_names: the classes of the optimizers.
-        unit: what the sizes count.
-    """
-
-    accumulate_grad_batches: int
-    ranks: int
-    effective_batch_size: int | None
-    learning_rate: float | None
-    optimizer_names: tuple[str, ...]
-    unit: Unit = Unit()  # noqa: RUF009
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """The optimizer steps of a training at the chosen size.
-
-    Args:
-        accumulate_grad_batches: batches to an optimizer step.
-        effective_batch_size: samples to an optimizer step over all ranks; ``None`` in an
-            evaluation.
-        learning_rate: the new learning rate; ``None`` where it stays.
-        learning_rate_before: the learning rate before that; ``None`` likewise.
-        learning_rate_note: a sentence about a learning rate that should change; or empty.
-        notes: sentences about the accumulation.
-    """
-
-    accumulate_grad_batches: int = 1
-    effective_batch_size: int | None = None
-    learning_rate: float | None = None
-    learning_rate_before: float | None = None
-    learning_rate_note: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def optimizer_step(
-    setup: TrainingSetup,
-    batch_size: int,
-    epoch: Epoch,
-    *,
-    target_batch_size: int | None,
-    multiple_of: int | None,
-    lr_scaling: LearningRateScaling | None,
-) -> OptimizerStep:
-    """The optimizer steps at ``batch_size``, at which ``epoch`` is an epoch of the training."""
-    notes = []
-    accumulate = setup.accumulate_grad_batches
-    if target_batch_size is not None:
-        micro = micro_batches(target_batch_size, setup.ranks, multiple_of)[batch_size]
-        accumulate = micro.accumulate_grad_batches
-        if micro.effective_batch_size != target_batch_size:
-            notes.append(_rounded_target(micro, target_batch_size, setup))
-    if epoch.batches < accumulate:
-        notes.append(
-            f"An optimizer step takes {accumulate} batches, but an epoch ends after"
-            f" {max(1, int(epoch.batches))}, so the step has fewer."
-        )
-    effective = epoch.samples_of_step(batch_size, accumulate) * setup.ranks
-    before = setup.effective_batch_size
-    rate = setup.learning_rate
-    if before is not None and lr_scaling is not None and rate is not None:
-        new_rate = rate * learning_rate_factor(lr_scaling, effective, before)
-        return OptimizerStep(accumulate, effective, new_rate, rate, notes=tuple(notes))
-    note = ""
-    if before is not None:
-        note = learning_rate_note(setup.optimizer_names, before, effective, setup.unit)
-    return OptimizerStep(accumulate, effective, learning_rate_note=note, notes=tuple(notes))
-
-
-def _rounded_target(micro: MicroBatch, target_batch_size: int, setup: TrainingSetup) -> str:
-    on_ranks = f" on each of {setup.ranks} ranks" if setup.ranks > 1 else ""
-    return (
-        f"An optimizer step has {setup.unit.step_size(micro.effective_batch_size)}, not the"
-        f" {target_batch_size:,} of target_batch_size: {micro.accumulate_grad_batches:,} x"
-        f" {micro.batch_size:,}{on_ranks}."
     )

@@ -20,12 +20,36 @@ _TEXTS: Mapping[str, str] = {
         "a larger size would leave an epoch fewer than {steps} optimizer steps"
         " (min_steps_per_epoch)"
     ),
+    "recipe": (
+        "the training may end worse at a larger size, because the project has {project};"
+        ' objective="memory" lifts this'
+    ),
     "validation data": "the validation data set has no full batch of more than {size}",
 }
+_TEXT_OF_KEPT_STEP = "an optimizer step of the project has no more than {samples:,} samples"
 _TEXTS_OF_BUDGET: Mapping[str, str] = {
     **_TEXTS,
     "dataset": "an epoch has no second batch above {size}",
 }
+
+
+@dataclass(frozen=True)
+class ProjectStep:
+    """The optimizer step of a project, and what a search keeps of it.
+
+    Args:
+        batch_size: the size of the project; ``None`` where it is not known, or a placeholder.
+        accumulate_grad_batches: batches to an optimizer step where ``kept_samples`` is None.
+        kept_samples: samples that an optimizer step keeps over all ranks, by accumulation: those of
+            ``target_batch_size`` or of the project; ``None``: they follow the size.
+        may_keep: whether the search ends where the size of the project does not fit, because
+            accumulation can keep the samples of its optimizer steps then.
+    """
+
+    batch_size: int | None = None
+    accumulate_grad_batches: int = 1
+    kept_samples: int | None = None
+    may_keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,7 +62,7 @@ class SearchLimits:
         max_batch_size: the largest size that is allowed.
         max_reason: the argument, setting or data that limits the largest size.
         options: the arguments of the user, without those that do not apply to the stage.
-        accumulate_grad_batches: batches to an optimizer step where there is no target.
+        step: the optimizer step of the project, and what it keeps.
         ranks: processes that train together.
         missing_bytes: by how much the process and the gradients exceed the limit of the host before
             the first batch; 0 on a device.
@@ -55,7 +79,7 @@ class SearchLimits:
     max_batch_size: int
     max_reason: SizeLimit
     options: SearchOptions = SearchOptions()  # noqa: RUF009
-    accumulate_grad_batches: int = 1
+    step: ProjectStep = ProjectStep()
     ranks: int = 1
     missing_bytes: int = 0
     is_host: bool = False
@@ -73,10 +97,14 @@ class SearchLimits:
         """A clause about what limits the largest size that is allowed."""
         texts = _TEXTS_OF_BUDGET if self.options.budget else _TEXTS
         text = texts.get(self.max_reason, f"{self.max_reason} allows no more than {{size}}")
+        if self.max_reason == "recipe" and self.step.kept_samples is not None:
+            text = _TEXT_OF_KEPT_STEP
         return text.format(
             size=self.unit.size(self.max_batch_size),
             number=self.max_batch_size,
-            steps=self.options.min_steps_per_epoch,
+            steps=self.options.least_steps_per_epoch,
+            project=self.step.batch_size,
+            samples=self.step.kept_samples,
         )
 
     @property

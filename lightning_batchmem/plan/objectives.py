@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from lightning_batchmem.plan.fit import dropped_sizes, ran_through
+from lightning_batchmem.plan.limits import ProjectStep
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, LimitedBy, Speed, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.plan.trials_so_far import TrialsSoFar
+
+# No size above this is predicted.
+_MOST_PREDICTED = 2**20
 
 FRAGMENTED_RATIO = 1.15
 """From this ratio of reserved to requested bytes on, a note advises expandable segments."""
@@ -46,17 +51,17 @@ class Largest:
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next small size to probe; None if the lines of the probes are known.
 
-        The second size is four times the first if that is certain to fit. The third one is a jump
-        to half of the size of the first rehearsal, by steps of four times the size where no error
-        can be caught. If it fails, sizes between follow, until a size that ran and one that failed
-        are as close as the first two.
+        The second size is that of the project, or four times the first where the project has no
+        larger one that is certain to fit. The third one is a jump to half of the size of the first
+        rehearsal, by steps of four times the size where no error can be caught. If it fails, sizes
+        between follow, until a size that ran and one that failed are as close as the first two.
         """
         policy = known.policy
         last = known.largest_ran
         growth = policy.ladder_growth
         highest = size_range(known.limits)[1]
         if len(known.ran) == 1:
-            size = int(min(growth * last, _largest_second_size(known)))
+            size = _second_size(known)
         else:
             size = int(min(policy.probe_share * known.first_rehearsal_size, highest))
             if not known.limits.catches_errors:
@@ -102,7 +107,15 @@ class Largest:
 
     def choose(self, known: TrialsSoFar) -> Chosen:
         """Return the largest size that passed a rehearsal."""
-        return _within_limits(known, largest_size=known.passed, fastest_size=None)
+        largest_size = known.passed
+        limits = known.limits
+        is_bounded = limits.max_reason == "recipe" and largest_size == size_range(limits)[1]
+        # A line that hardly grows predicts no size.
+        if is_bounded and known.first_rehearsal_size < _MOST_PREDICTED:
+            of_any_step = replace(limits, step=ProjectStep())
+            predicted = rounded(int(known.first_rehearsal_size), of_any_step)
+            largest_size = max(largest_size, predicted)
+        return _within_limits(known, largest_size=largest_size, fastest_size=None)
 
 
 class Fastest:
@@ -181,6 +194,17 @@ def num_flat_sizes(speeds: Sequence[Speed], policy: SearchPolicy) -> int:
     return flat_sizes
 
 
+def _second_size(known: TrialsSoFar) -> int:
+    """The second size to probe where the largest size is looked for."""
+    larger = known.policy.ladder_growth * known.largest_ran
+    most = _largest_second_size(known)
+    own_size = known.limits.step.batch_size or 0
+    is_rung = larger < own_size < size_range(known.limits)[1]
+    if is_rung and (known.limits.catches_errors or own_size <= most):
+        return own_size
+    return int(min(larger, most))
+
+
 def _largest_second_size(known: TrialsSoFar) -> float:
     """The largest size to run after the first one, when there is no line yet."""
     following = rounded(known.largest_ran + 1, known.limits, up=True)
@@ -210,8 +234,10 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
     if size == size_range(limits)[1]:
         limited_by = limits.max_reason
         reason = f"{limits.unit.size(size)}: {limits.largest_text}."
-        if limits.options.target_batch_size is not None and size < limits.max_batch_size:
+        if limits.step.kept_samples is not None and size < limits.max_batch_size:
             reason += " The batches of an optimizer step have equal sizes."
+        if largest_size > size:
+            reason += f" Memory alone allows about {limits.unit.size(largest_size)}."
         notes = _dropped_notes(known)
     else:
         reason = f"{limits.unit.size(size)}: {_why_no_larger(known, largest_size)}."

@@ -17,7 +17,7 @@ from lightning_batchmem.plan.unit import Unit
 
 _Arguments = ParamSpec("_Arguments")
 
-Objective = Literal["memory", "throughput"]
+Objective = Literal["auto", "recipe", "memory", "throughput"]
 LearningRateScaling = Literal["linear", "sqrt"]
 WorstCase = Literal["typical", "longest"]
 BoundArgument = Literal["max_batch_size", "target_batch_size", "min_steps_per_epoch"]
@@ -28,6 +28,9 @@ UNBOUNDED_MAX_BATCH_SIZE = 2**20
 
 # The same for a budget, which may count bytes or edges of graphs.
 UNBOUNDED_MAX_BUDGET = 2**40
+
+LEAST_STEPS_PER_EPOCH = 10
+"""The optimizer steps that an epoch keeps under the default of ``min_steps_per_epoch``."""
 
 # Decimal units have SI prefixes, and binary units have those of IEC 80000-13.
 _UNIT_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -76,12 +79,12 @@ class SearchOptions:
     Numbers become ``int`` and ``float``, so that a checkpoint loads with ``weights_only=True``.
     """
 
-    objective: Objective = "memory"
+    objective: Objective = "auto"
     memory_limit: int | float | str | None = None
     max_batch_size: int | None = None
     min_batch_size: int | None = None
     multiple_of: int | None = None
-    min_steps_per_epoch: int | None = 10
+    min_steps_per_epoch: int | Literal["auto"] | None = "auto"
     batch_arg_name: str = "batch_size"
     worst_case: WorstCase | None = None
     target_batch_size: int | None = None
@@ -94,7 +97,9 @@ class SearchOptions:
         _check_choice("worst_case", self.worst_case, (None, *get_args(WorstCase)))
         sizes = ("max_batch_size", "min_batch_size", "multiple_of", "target_batch_size")
         for name in (*sizes, "min_steps_per_epoch"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            is_left_alone = name == "min_steps_per_epoch" and value == "auto"
+            if value is not None and not is_left_alone:
                 if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                     raise ValueError(
                         f"{name} must be a whole number of at least 1, got {value!r:.80}"
@@ -104,6 +109,11 @@ class SearchOptions:
             low = self.min_batch_size
             raise ValueError(
                 f"max_batch_size must be at least min_batch_size={low}, got {self.max_batch_size}"
+            )
+        if self.objective == "recipe" and self.target_batch_size is not None:
+            raise ValueError(
+                'target_batch_size must be None with objective="recipe", which takes the samples of'
+                f" an optimizer step from the project, got {self.target_batch_size}"
             )
         check_switches(budget=self.budget)
         if self.budget and self.worst_case is not None:
@@ -122,6 +132,33 @@ class SearchOptions:
         size = self.min_batch_size or policy.first_size
         unit = self.multiple_of or 1
         return -(-size // unit) * unit
+
+    @property
+    def bounds_the_raise(self) -> bool:
+        """Whether the size may be raised only as far as the training stays about the same.
+
+        An argument that asks for a larger size lifts this bound.
+        """
+        asked = (self.max_batch_size, self.target_batch_size)
+        is_asked = any(size is not None for size in asked) or self.min_steps_per_epoch != "auto"
+        return self.objective == "auto" and not is_asked
+
+    def keeps_step(self, accumulate_grad_batches: int) -> bool:
+        """Whether the samples of an optimizer step of the project are kept from the first size on.
+
+        Where the project accumulates, a larger batch has the same step in fewer batches.
+        """
+        joins_batches = self.bounds_the_raise and accumulate_grad_batches > 1
+        return self.objective == "recipe" or joins_batches
+
+    @property
+    def least_steps_per_epoch(self) -> int | None:
+        """The optimizer steps that an epoch keeps where nothing else bounds the size."""
+        if self.max_batch_size is not None or self.target_batch_size is not None:
+            return None
+        if self.min_steps_per_epoch == "auto":
+            return LEAST_STEPS_PER_EPOCH
+        return self.min_steps_per_epoch
 
     @property
     def largest_size(self) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
-from lightning_batchmem.plan.learning_rate import OptimizerStep
-from lightning_batchmem.plan.records import Chosen, LimitedBy, MemoryModel, Trial
+from lightning_batchmem.plan.recipe import Recipe, training_text
+from lightning_batchmem.plan.records import Chosen, LimitedBy, MemoryModel, Speed, Trial
 from lightning_batchmem.plan.text import full_text, headline, short_text
 from lightning_batchmem.plan.unit import Unit
 
@@ -24,10 +24,14 @@ class Plan:
         limit_bytes: what this process may take in the training.
         device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"``, or ``"host"``
             for a CPU.
-        step: the optimizer steps of a training; the default for an evaluation.
-        notes: remarks on the search and the training, a sentence each; those of its parts too.
-        ranks: how many processes searched together; peaks are the highest of them, times the
-            slowest's.
+        recipe: the optimizer steps of the training; the default for an evaluation.
+        project_recipe: those of the project before the search; ``None`` where there was none, as in
+            an evaluation.
+        warnings: what the chosen size changes in the training, or what cannot go with it, a
+            sentence each.
+        notes: remarks on the search, a sentence each; those of its parts too.
+        speeds: the throughput at the size of the project and at the chosen one, timed beside each
+            other; empty where they were not compared.
         parameters: the number of parameters, which has to be the same before
             ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. Under
             FSDP1 it is that of the first rank's shard.
@@ -38,8 +42,6 @@ class Plan:
             ``"task.batch_size"``, or ``"train_dataloader()"`` for the loaders that this hook
             returns. Empty: the attribute that ``batch_arg_name`` names, or loaders passed to
             ``fit``.
-        project_batch_size: the size that the project had before the search; ``None`` where it is
-            not known.
         simulated: whether the device was a simulated one. Such a plan is never ``verified``, and
             :class:`~lightning_batchmem.BatchFinder` only rehearses its size first.
     """
@@ -48,13 +50,14 @@ class Plan:
     trials: tuple[Trial, ...]
     limit_bytes: int
     device: str = ""
-    step: OptimizerStep = OptimizerStep()  # noqa: RUF009
+    recipe: Recipe = Recipe()  # noqa: RUF009
+    project_recipe: Recipe | None = None
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    ranks: int = 1
+    speeds: tuple[Speed, ...] = ()
     parameters: str = ""
     budget_name: str | None = None
     place: str = ""
-    project_batch_size: int | None = None
     simulated: bool = False
 
     def __repr__(self) -> str:
@@ -142,27 +145,50 @@ class Plan:
         return None if rehearsal is None else rehearsal.held_peak_bytes
 
     @property
+    def project_batch_size(self) -> int | None:
+        """The size that the project had before the search; ``None`` where it is not known."""
+        return None if self.project_recipe is None else self.project_recipe.batch_size
+
+    @property
+    def training(self) -> str:
+        """What changes in the training: samples and number of its steps, and the learning rate.
+
+        Empty for an evaluation, and where the size of the project is not known.
+        """
+        if self.project_batch_size is None or self.project_recipe is None:
+            return ""
+        return training_text(self.project_recipe, self.recipe, self.unit)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes searched together.
+
+        Peaks are the highest of them, and times those of the slowest.
+        """
+        return self.recipe.ranks
+
+    @property
     def accumulate_grad_batches(self) -> int:
         """Batches to an optimizer step."""
-        return self.step.accumulate_grad_batches
+        return self.recipe.accumulate_grad_batches
 
     @property
     def effective_batch_size(self) -> int | None:
         """Samples to an optimizer step over all ranks; ``None`` for a plan of an evaluation."""
-        return self.step.effective_batch_size
+        return self.recipe.effective_batch_size
 
     @property
     def learning_rate(self) -> float | None:
         """The module's new learning rate; ``None`` when it was left alone."""
-        return self.step.learning_rate
+        return self.recipe.learning_rate
 
     @property
     def learning_rate_before(self) -> float | None:
         """The learning rate before :attr:`learning_rate`; ``None`` likewise."""
-        return self.step.learning_rate_before
+        return None if self.project_recipe is None else self.project_recipe.learning_rate
 
     def short_text(self) -> str:
-        """The plan with the first note only; lines have at most 80 columns."""
+        """The plan with its warnings and the first note; lines have at most 80 columns."""
         return short_text(self)
 
     def to_json(self) -> str:
@@ -200,11 +226,17 @@ _CHOSEN = {
     "largest_batch_size": "largest_batch_size",
     "state": "state",
 }
-_STEP = {
+# Until version 0.5 these fields of the recipe stood beside them.
+_RECIPE = {
+    "ranks": "ranks",
     "accumulate_grad_batches": "accumulate_grad_batches",
     "effective_batch_size": "effective_batch_size",
     "learning_rate": "learning_rate",
-    "learning_rate_before": "learning_rate_before",
+}
+_PROJECT_RECIPE = {
+    "ranks": "ranks",
+    "project_batch_size": "batch_size",
+    "learning_rate_before": "learning_rate",
 }
 # The names until version 0.4.
 _TRIAL = {"peak_held_bytes": "held_peak_bytes", "reserve_bytes": "set_aside_bytes"}
@@ -214,10 +246,9 @@ def _side_by_side(plan: Plan) -> dict[str, Any]:
     """Everything in a plan, and for other readers what follows from its trials."""
     data = asdict(plan)
     chosen = data.pop("chosen")
-    step = data.pop("step")
     return {
         **{name: chosen[field] for name, field in _CHOSEN.items()},
-        **{name: step[field] for name, field in _STEP.items()},
+        "training": plan.training,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "measured_peak_bytes": plan.measured_peak_bytes,
         "held_peak_bytes": plan.held_peak_bytes,
@@ -232,8 +263,11 @@ def _in_parts(data: Any) -> Any:
         return data
     parts: dict[str, Any] = {
         "chosen": {"reason": "", **_named(data, _CHOSEN)},
-        "step": _named(data, _STEP),
     }
+    if "recipe" not in data:
+        parts["recipe"] = _named(data, _RECIPE)
+    if "project_recipe" not in data and data.get("project_batch_size") is not None:
+        parts["project_recipe"] = _named(data, _PROJECT_RECIPE)
     if isinstance(trials := data.get("trials"), list):
         parts["trials"] = [
             {**trial, **_named(trial, _TRIAL)} if isinstance(trial, dict) else trial

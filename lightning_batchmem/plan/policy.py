@@ -128,8 +128,8 @@ class SearchPolicy:
     """The same of a rehearsal; a retry of the allocator in them does not count. Source: The second
     step places its blocks beside the optimizer states."""
     timed_steps: int = 3
-    """Timed steps of a measurement whose times count, at least. Source: The fastest of three is
-    free of most disturbances."""
+    """Timed steps of a measurement whose times count, at least. Source: The median of three is
+    not that of a single slow step."""
     timed_seconds: float = 0.25
     """More steps are timed until all of them have taken this time. Source: Other
     work on a shared machine often slows down all steps of a tenth of a second."""

@@ -24,7 +24,8 @@ _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
 _DataLimit = Literal["dataset", "validation data", "CPU memory"]
-SizeLimit = Literal[_DataLimit, BoundArgument, _ShareLimit, "overfit_batches", "val_check_interval"]
+_SettingLimit = Literal["overfit_batches", "val_check_interval"]
+SizeLimit = Literal[_DataLimit, BoundArgument, "recipe", _ShareLimit, _SettingLimit]
 LimitedBy = Literal["memory", "throughput", SizeLimit]
 
 Bound = tuple[int, SizeLimit]
@@ -154,7 +155,7 @@ class Trial:
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
             without the making of its batch; ``None`` when none was completed.
         fastest_step_seconds: the shortest of these times; ``None`` likewise.
-        samples_per_second: throughput of this rank, from the fastest steps; under gradient
+        samples_per_second: throughput of this rank, from median steps; under gradient
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         samples_run: samples that went through these steps.

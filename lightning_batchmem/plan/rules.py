@@ -66,15 +66,32 @@ def decide(
             return _not_verified(known)
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
     objective = objective_of(limits.options)
+    if limits.step.may_keep and known.smallest_failed <= (limits.step.batch_size or 0):
+        return SearchFailed(_project_does_not_fit(known))
     if not known.has_rehearsed:
         rung = objective.next_probe(known)
         if rung is not None:
-            times_count = objective.times_steps or known.is_last_probe(rung)
-            return NextSize(rung, "probe", times_count)
+            return NextSize(rung, "probe", objective.times_steps)
     size = objective.next_rehearsal(known)
+    if limits.step.may_keep and _is_below_project(known, size):
+        return SearchFailed(_project_does_not_fit(known))
     if size is not None:
         return NextSize(size, "rehearsal")
     return objective.choose(known)
+
+
+def _is_below_project(known: TrialsSoFar, next_size: int | None) -> bool:
+    """Whether this size, or the one that passed, is below the size of the project."""
+    size = known.passed if next_size is None else next_size
+    return size < (known.limits.step.batch_size or 0)
+
+
+def _project_does_not_fit(known: TrialsSoFar) -> str:
+    limits = known.limits
+    size = limits.unit.size(limits.step.batch_size or 0)
+    failed = [t for t in known.failed if t.batch_size == limits.step.batch_size]
+    why = failed[0].failure if failed else f"need more than the limit of {mib(limits.limit_bytes)}"
+    return f"{size}, the size of the project, {why}"
 
 
 def _first_size(

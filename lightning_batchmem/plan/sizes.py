@@ -68,9 +68,9 @@ def micro_batches(
 
 def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
     """Batches to an optimizer step in a training at ``batch_size`` samples."""
-    target = limits.options.target_batch_size
+    target = limits.step.kept_samples
     if target is None:
-        return limits.accumulate_grad_batches
+        return limits.step.accumulate_grad_batches
     micro = micro_batches(target, limits.ranks, limits.options.multiple_of)
     return micro[batch_size].accumulate_grad_batches
 
@@ -84,7 +84,7 @@ def size_range(limits: SearchLimits) -> tuple[int, int]:
     highest = rounded(limits.max_batch_size, limits)
     # The default rounding does not apply to the maximum: a cap of 100 is allowed as it is.
     options = limits.options
-    if options.multiple_of is None and options.target_batch_size is None:
+    if options.multiple_of is None and limits.step.kept_samples is None:
         highest = limits.max_batch_size
         while highest in limits.avoided_sizes and highest > lowest:
             highest -= 1
@@ -107,8 +107,8 @@ def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:
 def _nearest(size: int, limits: SearchLimits, up: bool) -> int:
     """The same if no size is avoided."""
     options = limits.options
-    if options.target_batch_size is not None:
-        allowed = micro_batches(options.target_batch_size, limits.ranks, options.multiple_of)
+    if limits.step.kept_samples is not None:
+        allowed = micro_batches(limits.step.kept_samples, limits.ranks, options.multiple_of)
         if up:
             return next(
                 (micro for micro in reversed(allowed) if micro >= size), max([size, *allowed]) + 1

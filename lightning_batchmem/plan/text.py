@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.printing import shown, table_text
@@ -18,6 +19,9 @@ NOT_RESTORED = (
     "the attributes of the objects that the search was given. Not restored: what steps change in"
     " classes, functions, default arguments, global variables, caches, and behind weak references."
 )
+
+# The short text does not have these rows.
+_LONG_ROWS = ("line", "restored")
 
 # In columns.
 _WIDTH = 80
@@ -44,17 +48,14 @@ def full_text(plan: Plan) -> str:
 def short_text(plan: Plan) -> str:
     """The plan in a few rows, whose lines have at most 80 columns.
 
-    There is no line, no trial, and only the first note.
+    There is no line, no trial, and only the first note besides the warnings.
     """
-    # Of several notes the dictionary keeps the first, because the last of equal keys counts.
-    rows = dict(reversed(_rows(plan)))
     more = "all sizes"
     if len(plan.notes) > 1:
         more += f", {counted(len(plan.notes) - 1, 'more note')}"
-    rows["details"] = f"print the plan, or set verbose=True: {more}"
-    names = ("memory", "size", "sizes", "step", "why", "note", "details")
-    few = [(name, rows[name]) for name in names if name in rows]
-    return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(few)])
+    rows = [row for row in _rows(replace(plan, notes=plan.notes[:1])) if row[0] not in _LONG_ROWS]
+    rows.append(("details", f"print the plan, or set verbose=True: {more}"))
+    return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(rows)])
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -86,7 +87,13 @@ def headline(plan: Plan) -> str:
 
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
-    rows = [("memory", _memory(plan))]
+    rows = []
+    if plan.training:
+        rows.append(("training", plan.training))
+    rows += [("note", warning) for warning in plan.warnings]
+    if plan.speeds:
+        rows.append(("speed", _speeds(plan)))
+    rows.append(("memory", _memory(plan)))
     if plan.memory is not None and plan.memory.lines:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
@@ -99,8 +106,6 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("size", _place(plan.place)))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
-    if changes := _changes(plan):
-        rows.append(("step", "; ".join(changes)))
     if plan.reason:
         rows.append(("why", plan.reason))
     rows += [("note", note) for note in plan.notes]
@@ -138,8 +143,6 @@ def _known_sizes(plan: Plan) -> str:
         how_known += f", {plan.chosen.state}"
     speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(plan.trials)}
     fastest = plan.fastest_batch_size
-    if fastest is None and largest in speeds:
-        how_known += f", {plan.ranks * speeds[largest]:,.0f} {plan.unit.items}/s"
     text = f"fits {plan.unit.number(largest)} ({how_known})"
     if fastest is None:
         return text
@@ -154,6 +157,16 @@ def _known_sizes(plan: Plan) -> str:
                 details.append(f"{ratio} times as many as at {plan.unit.number(largest)}")
     return (
         f"{text} · fastest {plan.unit.number(fastest)} ({', '.join(details)})" if details else text
+    )
+
+
+def _speeds(plan: Plan) -> str:
+    """The throughput at the size of the project and at the chosen size."""
+    own, chosen = plan.speeds
+    own_speed, speed = (plan.ranks * one.samples_per_second for one in (own, chosen))
+    return (
+        f"{own_speed:,.0f} {plan.unit.items}/s at {plan.unit.number(own.batch_size)} (yours),"
+        f" {speed:,.0f} at {plan.unit.number(chosen.batch_size)}"
     )
 
 
@@ -177,22 +190,6 @@ def _memory(plan: Plan) -> str:
 
 def _number_of_mib(count_bytes: float) -> str:
     return mib(count_bytes).removesuffix(" MiB")
-
-
-def _changes(plan: Plan) -> list[str]:
-    """What an optimizer step consists of, and its learning rate, where they changed."""
-    changes = []
-    accumulate = plan.accumulate_grad_batches
-    if plan.effective_batch_size is not None and (accumulate > 1 or plan.ranks > 1):
-        batches = "a batch" if accumulate == 1 else f"{accumulate} batches"
-        step = plan.unit.size(plan.effective_batch_size)
-        changes.append(f"{step}, in {batches}{_on_each_rank(plan)}")
-    rates = (plan.learning_rate, plan.learning_rate_before)
-    if None not in rates and rates[0] != rates[1]:
-        changes.append(
-            f"learning rate {plan.learning_rate:.6g} instead of {plan.learning_rate_before:.6g}"
-        )
-    return changes
 
 
 def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:

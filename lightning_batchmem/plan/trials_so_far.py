@@ -12,34 +12,6 @@ from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import MemoryModel, Speed, Trial
 
-FASTER_RATIO = 1.1
-FASTER_RATIO_ON_HOST = 1.25
-"""From this ratio of throughputs on, a note names a smaller size.
-
-Source: of 23 benches that milabench published for an L40S, 11 are slower at their largest size
-than 0.95 of their best throughput (`python -m benchmarks.published_law`). On a host that runs other
-work, equal steps differ by up to a quarter.
-"""
-
-
-def faster_note(trials: Sequence[Trial], batch_size: int, limits: SearchLimits) -> list[str]:
-    """A sentence about the fastest smaller size that ran, if it was clearly faster; else none."""
-    speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(trials)}
-    own_speed = speeds.get(batch_size)
-    smaller = [size for size in speeds if size < batch_size]
-    if own_speed is None or not smaller:
-        return []
-    fastest = max(smaller, key=lambda size: speeds[size])
-    ratio = FASTER_RATIO_ON_HOST if limits.is_host else FASTER_RATIO
-    if speeds[fastest] <= ratio * own_speed:
-        return []
-    unit = limits.unit
-    both = [
-        f"{unit.size(size)} ran at {limits.ranks * speeds[size]:,.0f} {unit.items}/s"
-        for size in (fastest, batch_size)
-    ]
-    return [f'{both[0]}, and {both[1]}. objective="throughput" looks for the fastest size.']
-
 
 def measured_speeds(trials: Iterable[Trial]) -> list[Speed]:
     """The best throughput of each size that fits, smallest size first."""
@@ -177,14 +149,6 @@ class TrialsSoFar:
         is_collective = self.limits.steps_are_collective
         share = self.policy.collective_share if is_collective else self.policy.rehearsal_share
         return share * self.size_at_limit
-
-    def is_last_probe(self, batch_size: int) -> bool:
-        """Whether rehearsals follow a probe at this size, as far as the lines are known.
-
-        Two steps of it take no longer than one at the size of the first rehearsal.
-        """
-        last_size = self.policy.probe_share * self.first_rehearsal_size
-        return batch_size <= last_size < self.policy.least_growth * batch_size
 
     @cached_property
     def speeds(self) -> list[Speed]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.tensors import bytes_of
-from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.limits import ProjectStep, SearchLimits
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, mib
@@ -92,8 +92,18 @@ def search_limits(
     options: SearchOptions,
     policy: SearchPolicy,
     ranks: Ranks,
+    *,
+    keeps_step: bool,
 ) -> SearchLimits:
     """The limits of a search, the same on every rank: the rank with the least of each decides.
+
+    Args:
+        program: the training program.
+        room: the memory that this rank may use.
+        options: the arguments of the user.
+        policy: the numbers that steer the search.
+        ranks: the processes that search together.
+        keeps_step: whether accumulation keeps the samples of an optimizer step of the project.
 
     Raises:
         ValueError: if the process already holds as much as ``memory_limit``.
@@ -108,6 +118,11 @@ def search_limits(
     if program.training is None:
         options = replace(options, target_batch_size=None)
     bounds: list[Bound] = [*program.bounds(), *options.bounds]
+    project_size = program.project_batch_size
+    kept_samples = options.target_batch_size
+    if keeps_step and project_size is not None:
+        kept_samples = project_size * program.accumulate_grad_batches * ranks.size
+        bounds.append((kept_samples // ranks.size, "recipe"))
     if not room.device.is_host:
         bounds.append((_largest_in_host_memory(program, room, options), "CPU memory"))
     # Of equal bounds max_batch_size is named first, and other arguments last.
@@ -136,7 +151,18 @@ def search_limits(
         max_batch_size=largest,
         max_reason=reason,
         options=options,
-        accumulate_grad_batches=program.accumulate_grad_batches,
+        step=ProjectStep(
+            project_size,
+            program.accumulate_grad_batches,
+            kept_samples,
+            may_keep=(
+                kept_samples is None
+                and options.objective == "auto"
+                and program.may_accumulate
+                and project_size is not None
+                and project_size <= largest
+            ),
+        ),
         ranks=ranks.size,
         missing_bytes=max(0, *missing_of_ranks),
         is_host=room.device.is_host,

@@ -116,6 +116,9 @@ class Program:
         steps_are_collective: whether every step needs all ranks.
         accumulate_grad_batches: batches to an optimizer step, as the project sets them; 1 in an
             evaluation.
+        project_batch_size: the size of the project; ``None`` where it is not known, or a
+            placeholder.
+        may_accumulate: whether the search may choose how many batches an optimizer step has.
         later: the program in a later state of the training, where this one is in the first state;
             ``None`` for none. Its restarts keep the caches of the device.
     """
@@ -128,6 +131,8 @@ class Program:
     evaluates_first = False
     steps_are_collective = False
     accumulate_grad_batches = 1
+    project_batch_size: int | None = None
+    may_accumulate = False
     later: Program | None = None
 
     @property
@@ -185,6 +190,17 @@ class Program:
     def restart(self, batch_size: int) -> None:
         """Go to the state in which the stage starts, and set the size of the next steps."""
         raise NotImplementedError
+
+    def accumulate(self, samples_per_step: int) -> None:
+        """Accumulate the gradients of several batches after each further restart.
+
+        Args:
+            samples_per_step: samples that an optimizer step of the training has over all ranks.
+        """
+
+    def loss_of_copies(self, batch_size: int) -> float | None:
+        """The loss of the first step on copies of one sample; ``None`` where it is not known."""
+        return None
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         """Run steps on this rank alone, without collectives of the training program."""

@@ -62,15 +62,19 @@ class CallSeconds(NamedTuple):
         return self.stepping + self.others
 
     def of_optimizer_step(self, accumulate_grad_batches: int) -> float | None:
-        """The shortest time of a full step of this many calls; None if no call was timed."""
+        """The median time of a full step of this many calls; None if no call was timed.
+
+        The shortest time would favour small sizes. They have many quick steps, of which one fits
+        between two turns of another process, and a long step is always interrupted.
+        """
         if not self.all:
             return None
-        shortest = min(self.others or self.stepping)
+        typical = statistics.median(self.others or self.stepping)
         optimizer_seconds = 0.0
         if self.stepping:
             # An optimizer steps in the last of the calls only.
-            optimizer_seconds = max(0.0, min(self.stepping) - shortest)
-        return accumulate_grad_batches * shortest + optimizer_seconds
+            optimizer_seconds = max(0.0, statistics.median(self.stepping) - typical)
+        return accumulate_grad_batches * typical + optimizer_seconds
 
 
 def call_seconds(readings: Iterable[StepReading]) -> CallSeconds:

@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
-from lightning_batchmem.plan.objectives import objective_of
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.own_size import slower_notes
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
+from lightning_batchmem.plan.recipe import Recipe
+from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Speed, Trial, mib
 from lightning_batchmem.plan.rules import decide
-from lightning_batchmem.plan.trials_so_far import faster_note
+from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.earlier_plan import (
     earlier_plan_not_used,
     find_earlier_plan,
@@ -20,6 +22,7 @@ from lightning_batchmem.search.earlier_plan import (
     why_not_allowed,
 )
 from lightning_batchmem.search.limits import MemoryRoom, search_limits
+from lightning_batchmem.search.own_size import OwnSize
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -69,8 +72,10 @@ class BatchSizeSearch:
         self._policy = policy
         self._ranks = ranks
         self._progress = progress
+        self._options = options
         self._runner = TrialRunner(program, room.device, ranks, policy, progress.begin_step)
-        self._limits = search_limits(program, room, options, policy, ranks)
+        keeps_step = options.keeps_step(program.accumulate_grad_batches)
+        self._limits = self._limits_of(keeps_step=keeps_step and program.may_accumulate)
         # A later state may run out of memory that the first one has fragmented.
         self._later_runner: TrialRunner | None = None
         if program.later is not None and self._limits.catches_errors:
@@ -118,6 +123,7 @@ class BatchSizeSearch:
         notes: list[str] = []
         chosen: Chosen | SearchFailed | None = None
         if earlier_plan is not None:
+            self._keep_step_of(earlier_plan)
             why_not = why_not_allowed(earlier_plan, self._limits)
             if not why_not:
                 chosen = self._rehearse_again(earlier_plan)
@@ -129,6 +135,8 @@ class BatchSizeSearch:
         has_searched = chosen is None
         if chosen is None:
             chosen = self._search()
+        if isinstance(chosen, SearchFailed) and self._limits.step.may_keep:
+            chosen = self._search_keeping_step(chosen.reason)
         of_limit = self._room.notes
         if isinstance(chosen, SearchFailed):
             raise RuntimeError(" ".join([chosen.reason, *self._explanation(), *of_limit]))
@@ -136,14 +144,18 @@ class BatchSizeSearch:
         limits = self._limits
         if also_size is not None and also_size <= limits.max_batch_size:
             self._rehearse_too(also_size)
+        own_size = OwnSize(program, self._runner, limits, self._ranks)
+        speeds: tuple[Speed, ...] = ()
+        # The speeds of an earlier plan are of another run.
+        if has_searched and has_real_times:
+            chosen, speeds = own_size.compared(chosen, self._run)
         of_growth: list[str] = []
         # What grows was measured in that other state, which needs most: a bank is full there.
         if found_plan is None:
             chosen, of_growth = self._with_growth(chosen)
-        of_times: list[str] = []
-        # The speeds of an earlier plan are of another run.
-        if has_searched and has_real_times and not objective_of(limits.options).times_steps:
-            of_times = faster_note(self._trials, chosen.batch_size, limits)
+        warnings = slower_notes(speeds, chosen.batch_size, limits)
+        if has_real_times:
+            warnings += own_size.notes_of_loss(chosen.batch_size)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
@@ -151,17 +163,20 @@ class BatchSizeSearch:
             # The limit of a plan is that of the training.
             limits.limit_bytes + self._room.later_bytes,
             device=device,
+            recipe=Recipe(
+                chosen.batch_size, accumulated_batches(chosen.batch_size, limits), limits.ranks
+            ),
+            warnings=tuple(warnings),
             notes=(
                 *of_growth,
                 *notes,
-                *of_times,
                 *chosen.notes,
                 *of_trials,
                 *program.notes,
                 *of_limit,
                 *of_earlier_plan,
             ),
-            ranks=limits.ranks,
+            speeds=speeds,
             parameters=parameters,
             budget_name=limits.unit.budget_name,
         )
@@ -184,6 +199,40 @@ class BatchSizeSearch:
                 is_verified = chosen.is_verified and growth.fits(room_bytes)
                 return replace(chosen, is_verified=is_verified), [growth.note(room_bytes)]
         return chosen, []
+
+    def _keep_step_of(self, plan: Plan) -> None:
+        """Keep the samples of an optimizer step if an earlier plan has kept them."""
+        has_changed = plan.accumulate_grad_batches != self._limits.step.accumulate_grad_batches
+        may_keep = self._program.may_accumulate and self._options.objective == "auto"
+        if has_changed and may_keep and self._limits.step.kept_samples is None:
+            self._limits = self._limits_of(keeps_step=True)
+
+    def _limits_of(self, *, keeps_step: bool) -> SearchLimits:
+        limits = search_limits(
+            self._program,
+            self._room,
+            self._options,
+            self._policy,
+            self._ranks,
+            keeps_step=keeps_step,
+        )
+        if limits.step.kept_samples is not None:
+            self._program.accumulate(limits.step.kept_samples)
+        return limits
+
+    def _search_keeping_step(self, why: str) -> Chosen | SearchFailed:
+        """Search among the sizes whose accumulation keeps the samples of an optimizer step.
+
+        Args:
+            why: a clause about the size of the project, which does not fit.
+        """
+        self._limits = self._limits_of(keeps_step=True)
+        chosen = self._search()
+        if isinstance(chosen, SearchFailed):
+            return chosen
+        size = self._limits.unit.size(chosen.batch_size)
+        reason = f"{size}: {why}. Accumulation keeps the samples of an optimizer step."
+        return replace(chosen, limited_by="memory", reason=reason)
 
     def _search(self) -> Chosen | SearchFailed:
         """Run sizes until one is chosen."""

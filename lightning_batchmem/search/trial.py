@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.objectives import objective_of
@@ -31,6 +32,9 @@ from lightning_batchmem.search.readings import (
 )
 from lightning_batchmem.search.rehearsal import growth_over_epochs, rehearse
 from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
+
+COMPARED_STEPS = 5
+"""Steps of each of two sizes whose throughputs are compared. A single step is wrong by 35 %."""
 
 LIVE_BYTES_NOT_COUNTED = (
     "The tensors could not be counted, so the memory of the whole process was measured instead."
@@ -135,6 +139,49 @@ class TrialRunner:
             if growth is not None:
                 counted.append(growth)
         return max(counted, key=lambda growth: growth.total_bytes, default=None)
+
+    def samples_per_second(
+        self, batch_size: int, accumulate_grad_batches: int, limits: SearchLimits
+    ) -> float | None:
+        """The throughput of this rank in a few steps of a size that fits.
+
+        It is ``None`` where memory runs out all the same. A median of five steps is wrong by 11 %
+        at most in nine of ten cases, and a single step by 35 %.
+        """
+        meter = self._restarted(batch_size, self._before_step)
+        is_collective = limits.steps_are_collective
+        limit: AbstractContextManager[object] = nullcontext()
+        if not is_collective:
+            limit = self._device.limit_enforced(limits.limit_bytes)
+        steps = self._program.primary
+        try:
+            with (
+                self._watched_steps(batch_size, is_collective),
+                limit,
+                ConsecutiveSteps(meter, steps, batch_size) as consecutive,
+            ):
+                consecutive.warm_up(self._policy.warmup_steps)
+                consecutive.run_timed(COMPARED_STEPS, 0.0)
+        # Out of memory has many types. Every other error is raised again.
+        except Exception as error:
+            if not is_out_of_memory(error) or is_collective:
+                raise
+            release_traceback(error)
+            return None
+        seconds = call_seconds(meter.readings).of_optimizer_step(accumulate_grad_batches)
+        return accumulate_grad_batches * steps.items(batch_size) / seconds if seconds else None
+
+    def losses_of_copies(self, batch_sizes: Sequence[int]) -> list[float | None]:
+        """The losses of the first step on copies of one sample, in batches of these sizes.
+
+        A step on copies may be an error of the user's code, and its loss is not known then.
+        """
+        losses = []
+        for batch_size in batch_sizes:
+            measure = partial(self._program.loss_of_copies, batch_size)
+            with self._program.without_synchronization():
+                losses.append(value_or_none("The loss of copies of a sample", measure))
+        return losses
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.

@@ -53,7 +53,7 @@ def given_options(options: SearchOptions) -> dict[str, Any]:
 
     Where there are none, those of the project's own BatchFinder hold.
     """
-    defaults = asdict(SearchOptions(min_steps_per_epoch=None))
+    defaults = asdict(SearchOptions(objective="memory", min_steps_per_epoch=None))
     return {name: value for name, value in asdict(options).items() if value != defaults[name]}
 
 

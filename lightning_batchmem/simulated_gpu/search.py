@@ -22,7 +22,6 @@ from lightning_batchmem._lightning.strategies import (
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
-from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.compiled import compiled_frames
@@ -216,13 +215,13 @@ def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -
     # mypy does not see that the trainer has this attribute.
     trainer.callbacks = [one for one in callbacks if not isinstance(one, others)]  # type: ignore[attr-defined]
     of_project = [one for one in callbacks if isinstance(one, BatchFinder)]
-    options: dict[str, Any] = {"min_steps_per_epoch": None}
+    options: dict[str, Any] = {"objective": "memory", "min_steps_per_epoch": None}
     if of_project:
         options = asdict(of_project[0].options)
         # An earlier plan is of another device.
         left_out = ", without its plan" if of_project[0]._given_plan is not None else ""
         notes.append(f"The options are those of the project's BatchFinder{left_out}.")
-        if objective_of(of_project[0].options).times_steps:
+        if of_project[0].options.objective == "throughput":
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"
         options["later"] = of_project[0].later

@@ -52,7 +52,7 @@ def test_the_target_is_reached_by_accumulation(
     assert plan.effective_batch_size == sizes.per_step[0] == effective
     assert plan.verified
     assert module.trainer.accumulate_grad_batches == accumulate
-    assert any("of target_batch_size" in note for note in plan.notes) == (effective != target)
+    assert any("of target_batch_size" in text for text in plan.warnings) == (effective != target)
 
 
 def test_an_epoch_shorter_than_an_optimizer_step(search, device):
@@ -60,7 +60,7 @@ def test_an_epoch_shorter_than_an_optimizer_step(search, device):
     options = {"target_batch_size": 4000, "lr_scaling": "linear"}
     plan = search(module, options=options, limit_train_batches=2)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
-    assert any("takes 10 batches, but an epoch ends after 2," in note for note in plan.notes)
+    assert any("takes 10 batches, but an epoch ends after 2," in text for text in plan.warnings)
     assert module.lr == pytest.approx(0.2)
 
 
@@ -117,7 +117,7 @@ def test_the_learning_rate_is_scaled(search, device, project, trainer, expected)
     assert plan.learning_rate == module.lr == pytest.approx(expected)
     assert type(module.lr) is float
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
-    assert f"{expected:.6g} instead of" in str(plan)
+    assert f"learning rate {project.get('lr', 0.1):.6g} -> {expected:.6g}" in plan.training
     assert not any("learning rate" in note for note in plan.notes)
 
 
@@ -144,7 +144,8 @@ def test_the_learning_rate_is_scaled_by_the_samples_that_a_step_has(
     assert plan.effective_batch_size == after
     assert plan.learning_rate == pytest.approx(0.1 * after / before)
     alone = search(Few(device, batch_size=size), options={"max_batch_size": 50}, **trainer)
-    assert any(f"instead of {before}" in note for note in alone.notes) == (after != before)
+    sentences = (*alone.warnings, *alone.notes)
+    assert any(f"instead of {before}" in text for text in sentences) == (after != before)
 
 
 class RatedInHparams(Lawful):
@@ -166,12 +167,13 @@ def test_the_learning_rate_in_hparams(search, device):
 
 
 def test_a_second_fit_scales_from_the_size_of_the_first(fit, device):
-    finder = BatchFinder(multiple_of=1, lr_scaling="linear")
+    finder = BatchFinder(multiple_of=1, lr_scaling="linear", objective="memory")
     module = Rated(device, batch_size=100)
     for available_bytes, expected in ((BUDGET, 0.4), (SMALLER_BUDGET, 0.2)):
         device.budget = available_bytes
         fit(module, finder, device)
-        assert module.lr == pytest.approx(expected)
+        # The size of the first fit is one of the sizes that the second one runs.
+        assert module.lr == pytest.approx(expected, rel=0.01)
 
 
 def test_the_finder_of_lightning_is_refused(search, device):
@@ -219,10 +221,10 @@ def test_projects_whose_learning_rate_cannot_be_scaled(search, device, project, 
 def test_a_note_on_the_learning_rate_without_scaling(search, device, target, capsys):
     module = Rated(device)
     plan = search(module, options={"target_batch_size": target})
-    notes = [note for note in plan.notes if note.startswith("An optimizer step has")]
-    assert len(notes) == (target is None)
-    change = 'instead of 3. For SGD, lr_scaling="linear" multiplies the learning rate by 133.3'
-    for note in notes:
-        assert change in note
-        assert note in " ".join(capsys.readouterr().out.split())
+    assert len(plan.warnings) == (target is None)
+    change = 'For SGD, lr_scaling="linear" multiplies the rate by 133.3'
+    for warning in plan.warnings:
+        assert warning.startswith("An optimizer step has 400 samples instead of 3 at the same")
+        assert change in warning
+        assert warning in " ".join(capsys.readouterr().out.split())
     assert module.lr == 0.1

@@ -72,6 +72,6 @@ def test_loaders_of_validation_that_were_passed_leave_no_trace_either(fit, devic
     noted = Noted()
     after = LambdaCallback(on_fit_start=lambda *_: read.append(list(noted.read)))
     loader = DataLoader(noted, batch_size=4)
-    fit(Evaluated(device), BatchFinder(), device, after, val_dataloaders=loader)
+    fit(Evaluated(device), BatchFinder(objective="memory"), device, after, val_dataloaders=loader)
     assert read == [[]]
     assert noted.read

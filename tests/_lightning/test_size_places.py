@@ -105,7 +105,7 @@ def test_a_second_fit_replaces_the_size(fit, device):
     for budget_mib in (500, 300):
         device.budget = budget_mib * 2**20
         sizes = Sizes()
-        finder = BatchFinder(multiple_of=1)
+        finder = BatchFinder(multiple_of=1, objective="memory")
         fit(module, finder, device, sizes)
         assert finder.plan.place == "train_dataloader()"
         hook = vars(module)["train_dataloader"]
@@ -134,11 +134,17 @@ def test_the_learning_rate_is_scaled_from_the_constant(search, device):
 @pytest.mark.parametrize("is_found", [True, False])
 def test_a_resumed_run_sets_the_hook_again(is_found, fit, device, tmp_path):
     saver = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
-    fit(Constant(device), BatchFinder(multiple_of=1), device, saver, enable_checkpointing=True)
+    fit(
+        Constant(device),
+        BatchFinder(multiple_of=1, objective="memory"),
+        device,
+        saver,
+        enable_checkpointing=True,
+    )
     # The project may have an attribute by now.
     module = Constant(device) if is_found else Lawful(device, law)
     sizes = Sizes()
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     resumed = {"max_steps": 5, "ckpt_path": tmp_path / "last.ckpt", "enable_checkpointing": True}
     fit(module, finder, device, sizes, saver, **resumed)
     assert finder.plan.batch_size == max(sizes.seen) > CONSTANT
@@ -165,13 +171,19 @@ def test_a_resumed_run_whose_loader_is_passed_now(first, fit, device, tmp_path):
     if not first:
         module.bs = CONSTANT
         module.train_dataloader = lambda: loader(module.bs)
-    fit(module, BatchFinder(multiple_of=1), device, saver, enable_checkpointing=True)
+    fit(
+        module,
+        BatchFinder(multiple_of=1, objective="memory"),
+        device,
+        saver,
+        enable_checkpointing=True,
+    )
     module = Constant(device)
     module.bs = CONSTANT
     resumed = {"ckpt_path": tmp_path / "last.ckpt", "enable_checkpointing": True}
     for steps, data in ((5, {"train_dataloaders": loader(CONSTANT)}), (7, {})):
         sizes = Sizes()
-        finder = BatchFinder()
+        finder = BatchFinder(objective="memory")
         fit(module, finder, device, sizes, saver, max_steps=steps, **resumed, **data)
         assert finder.plan.batch_size == max(sizes.seen) > CONSTANT
 

@@ -281,7 +281,7 @@ def test_an_interval_of_time_does_not_bound_the_size():
     ],
 )
 def test_an_epoch_keeps_optimizer_steps(arguments, settings, project_size, expected):
-    options = SearchOptions(**arguments)
+    options = SearchOptions(objective="memory", **arguments)
     trainer = settings_of_trainer(**settings)
     bounds = training_bounds(trainer, one_loader(1000), None, options, SearchPolicy(), project_size)
     sizes = {reason: size for size, reason in bounds}

@@ -113,7 +113,7 @@ def test_a_stream_of_webdataset(tmp_path):
 
 def train_within_budget(train, **arguments):
     """Return the plan of a search over a budget, after which training is that with this budget."""
-    finder = BatchFinder(budget=True, **arguments)
+    finder = BatchFinder(budget=True, **arguments, objective="memory")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", module="lightning.pytorch|torch_geometric|lhotse")

@@ -15,7 +15,7 @@ KEYS = METRICS - {"speed/cpu_pct"}
 
 
 def fit(logger, tmp_path):
-    callbacks = [MemoryProfiler(), BatchFinder(max_batch_size=8)]
+    callbacks = [MemoryProfiler(), BatchFinder(max_batch_size=8, objective="memory")]
     trainer = trainer_for(tmp_path, *callbacks, logger=logger, max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -142,4 +142,4 @@ def test_values_of_an_argument(name):
     for value in wrong:
         with pytest.raises((ArgumentError, ValueError), match=name):
             # Version 4.39 of jsonargparse accepts values that cannot be called.
-            BatchFinder(**parse(BatchFinder, **{name: value}))
+            BatchFinder(**parse(BatchFinder, **{name: value}), objective="memory")

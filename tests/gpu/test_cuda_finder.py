@@ -84,7 +84,7 @@ def test_training_at_the_size_found_completes_within_the_limit(
     if device_memory.available_bytes() < limit_bytes:
         pytest.skip("other processes use the device")
     limit_to(limit_bytes)
-    finder = BatchFinder(min_steps_per_epoch=None)
+    finder = BatchFinder(min_steps_per_epoch=None, objective="memory")
     reset = LambdaCallback(on_train_start=lambda *_: device_memory.reset_peak())
     train(ConvNet(), tmp_path, reset, finder)
     assert finder.plan.limited_by == "memory"
@@ -97,7 +97,7 @@ def test_training_at_the_size_found_completes_within_the_limit(
 
 def test_training_after_a_search_is_that_of_the_hard_coded_size(device, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    finder = BatchFinder(max_batch_size=16)
+    finder = BatchFinder(max_batch_size=16, objective="memory")
     seed_everything(1, verbose=False)
     searched = train(ConvNet(), tmp_path, finder)
     random_state = torch.cuda.get_rng_state(device)
@@ -110,7 +110,7 @@ def test_training_after_a_search_is_that_of_the_hard_coded_size(device, tmp_path
 
 
 def test_a_search_in_double_precision(tmp_path):
-    finder = BatchFinder(max_batch_size=4)
+    finder = BatchFinder(max_batch_size=4, objective="memory")
     train(ConvNet(), tmp_path, finder, precision="64-true")
     assert finder.plan.batch_size == 4
     assert finder.plan.verified
@@ -121,7 +121,7 @@ def test_a_search_with_an_optimizer_that_takes_dot_products(tmp_path):
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
-    finder = BatchFinder(max_batch_size=4)
+    finder = BatchFinder(max_batch_size=4, objective="memory")
     train(WithLineSearch(), tmp_path, finder)
     assert finder.plan.batch_size == 4
     assert finder.plan.verified
@@ -134,7 +134,7 @@ def test_a_search_with_attention_in_half_precision(tmp_path):
             one_head = places.unsqueeze(1)
             return nn.functional.scaled_dot_product_attention(one_head, one_head, one_head)
 
-    finder = BatchFinder(max_batch_size=4)
+    finder = BatchFinder(max_batch_size=4, objective="memory")
     train(WithAttention(), tmp_path, finder, precision="bf16-mixed")
     assert finder.plan.batch_size == 4
     assert finder.plan.verified

@@ -394,7 +394,7 @@ def train(finder, module, tmp_path, *callbacks, **arguments):
 
 def searched(module, tmp_path, *callbacks, later=None, **arguments):
     """The plan of a search, whose size has held in the training."""
-    finder = BatchFinder(min_steps_per_epoch=None, later=later)
+    finder = BatchFinder(min_steps_per_epoch=None, later=later, objective="memory")
     train(finder, module, tmp_path, *callbacks, **arguments)
     return finder.plan
 
@@ -532,7 +532,9 @@ def test_a_metric_that_keeps_outputs_fits_where_the_plan_is_verified(
     resets, max_batch_size, tmp_path, limit_to
 ):
     limit_to(LIMIT_BYTES)
-    finder = BatchFinder(min_steps_per_epoch=None, max_batch_size=max_batch_size)
+    finder = BatchFinder(
+        min_steps_per_epoch=None, max_batch_size=max_batch_size, objective="memory"
+    )
     try:
         train(finder, Measured(resets=resets), tmp_path)
     except torch.OutOfMemoryError:

@@ -53,7 +53,7 @@ def pluggable() -> dict[str, Any]:
     return {
         "plain": error_of_training(),
         "profiler": error_of_training(MemoryProfiler(csv=False)),
-        "finder": error_of_training(BatchFinder(max_batch_size=16)),
+        "finder": error_of_training(BatchFinder(max_batch_size=16, objective="memory")),
     }
 
 
@@ -61,13 +61,13 @@ def of_driver() -> dict[str, Any]:
     """A search with the allocator of the driver."""
     return {
         "backend": torch.cuda.get_allocator_backend(),
-        "error": error_of_training(BatchFinder(max_batch_size=16)),
+        "error": error_of_training(BatchFinder(max_batch_size=16, objective="memory")),
     }
 
 
 def no_cache() -> dict[str, Any]:
     """A search where the allocator keeps nothing, and so counts nothing."""
-    finder = BatchFinder(max_batch_size=16)
+    finder = BatchFinder(max_batch_size=16, objective="memory")
     error = error_of_training(finder)
     trials = [] if finder.plan is None else finder.plan.trials
     return {
@@ -79,7 +79,7 @@ def no_cache() -> dict[str, Any]:
 
 def expandable() -> dict[str, Any]:
     """The notes of a search in which the allocator reserves much more than the tensors take."""
-    finder = BatchFinder(min_batch_size=2048, min_steps_per_epoch=None)
+    finder = BatchFinder(min_batch_size=2048, min_steps_per_epoch=None, objective="memory")
     gpu_trainer(finder, max_steps=1).fit(project("mlp", torch.cuda.mem_get_info()[1]))
     (trial,) = (
         trial
@@ -106,7 +106,7 @@ def snapshot() -> dict[str, Any]:
 
     torch.cuda.memory._record_memory_history(context=None)
     with mock.patch("torch._C._cuda_memorySnapshot", counted):
-        gpu_trainer(BatchFinder(max_batch_size=16), max_steps=1).fit(Linear())
+        gpu_trainer(BatchFinder(max_batch_size=16, objective="memory"), max_steps=1).fit(Linear())
     torch.cuda.memory._record_memory_history(enabled=None)
     return {"events": events}
 

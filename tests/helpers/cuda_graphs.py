@@ -55,7 +55,7 @@ class CompiledMlp(Mlp):
 def search() -> dict[str, Any]:
     """The size that a search finds."""
     module = CompiledMlp()
-    finder = BatchFinder(min_steps_per_epoch=None)
+    finder = BatchFinder(min_steps_per_epoch=None, objective="memory")
     gpu_trainer(finder, max_steps=3).fit(module)
     trials = (f"{one.batch_size} {one.kind}: {one.outcome}" for one in finder.plan.trials)
     return {"size": module.batch_size, "tried": list(trials)}

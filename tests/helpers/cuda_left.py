@@ -56,7 +56,7 @@ def workspaces_of_trainer() -> dict[str, Any]:
     """Live bytes before the first step of a training, beyond the parameters."""
     module = Mlp()
     live = LiveAtStart()
-    gpu_trainer(BatchFinder(max_batch_size=16), live, max_steps=1).fit(module)
+    gpu_trainer(BatchFinder(max_batch_size=16, objective="memory"), live, max_steps=1).fit(module)
     left_bytes = live.allocated_bytes - sum(one.nbytes for one in module.parameters())
     return {"left_mib": mib(left_bytes)}
 
@@ -86,7 +86,7 @@ def search_alone(strategy: str) -> dict[str, Any]:
         options["strategy"] = FSDPStrategy(process_group_backend="gloo")
     trainer = gpu_trainer(max_steps=1, **options)
     module = Mlp()
-    plan = find_batch_size(trainer, module, max_batch_size=16)
+    plan = find_batch_size(trainer, module, max_batch_size=16, objective="memory")
     # Both are alive until here, as in a script.
     return {
         "size": plan.batch_size,
@@ -122,7 +122,7 @@ def training(name: str, precision: str, size: int) -> dict[str, Any]:
     start_device(DEVICE_BYTES)
     module = project(name, DEVICE_BYTES, size or 2)
     alone = TrainingAlone()
-    finders = [] if size else [BatchFinder(min_steps_per_epoch=None)]
+    finders = [] if size else [BatchFinder(min_steps_per_epoch=None, objective="memory")]
     options = {"max_epochs": 2, "limit_train_batches": 10, "limit_val_batches": 2}
     gpu_trainer(*finders, alone, precision=precision, **options).fit(module)
     return {"size": module.batch_size, **alone.found}
@@ -148,7 +148,7 @@ def scaler() -> dict[str, Any]:
         module.error = KeyError("the user's error")
 
     first_training = LambdaCallback(on_train_start=fail)
-    finder = BatchFinder(max_batch_size=16)
+    finder = BatchFinder(max_batch_size=16, objective="memory")
     trainer = gpu_trainer(finder, first_training, max_steps=3, precision="16-mixed")
     first = error_of(trainer, module)
     trainer.callbacks.remove(first_training)

@@ -35,7 +35,7 @@ class PeakOfTraining(Watch):
 def memory_limit() -> dict[str, Any]:
     """A search under ``memory_limit``, and three epochs of 20 steps at the size that it found."""
     limit_mib = 700
-    finder = BatchFinder(memory_limit=limit_mib * MIB, min_steps_per_epoch=None)
+    finder = BatchFinder(memory_limit=limit_mib * MIB, min_steps_per_epoch=None, objective="memory")
     watch = PeakOfTraining()
     module = project("resnet", torch.cuda.mem_get_info()[1])
     gpu_trainer(finder, watch, max_epochs=EPOCHS, limit_val_batches=2).fit(module)
@@ -93,7 +93,7 @@ def data_on_device() -> dict[str, Any]:
     dataset = RowsOnDevice()
     module = LinearOn(dataset, 8)
     torch.cuda.memory._record_memory_history(context=None)
-    gpu_trainer(BatchFinder(max_batch_size=128), max_steps=1).fit(module)
+    gpu_trainer(BatchFinder(max_batch_size=128, objective="memory"), max_steps=1).fit(module)
     (events,) = torch.cuda.memory._snapshot()["device_traces"]
     largest_bytes = max(event["size"] for event in events if event["action"] == "alloc")
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -140,7 +140,7 @@ def weights_on_host() -> dict[str, Any]:
     free_bytes = 64 * MIB
     host = psutil.virtual_memory()._replace(available=free_bytes, free=free_bytes)
     with mock.patch("psutil.virtual_memory", return_value=host):
-        gpu_trainer(BatchFinder(max_batch_size=16), max_steps=1).fit(module)
+        gpu_trainer(BatchFinder(max_batch_size=16, objective="memory"), max_steps=1).fit(module)
     return {
         "size": module.batch_size,
         "weights_mib": mib(weight.nbytes),

@@ -47,7 +47,9 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Search and train on both ranks; returns what this rank found."""
-    batch_finder = BatchFinder(min_steps_per_epoch=None, **(finder or {}))
+    batch_finder = BatchFinder(
+        **{"objective": "memory", "min_steps_per_epoch": None, **(finder or {})}
+    )
     peak = PeakOfTraining()
     trainer = quiet_trainer(
         batch_finder,

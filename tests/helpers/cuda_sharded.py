@@ -117,7 +117,7 @@ def train(way: str, search: str) -> dict[str, Any]:
     options: dict[str, Any] = {"min_steps_per_epoch": None}
     if search != "largest":
         options["max_batch_size"] = SIZE
-    finder = BatchFinder(**options)
+    finder = BatchFinder(**options, objective="memory")
     trainer = quiet_trainer(
         *([finder] if search in ("in fit", "largest") else []),
         memory,
@@ -128,7 +128,9 @@ def train(way: str, search: str) -> dict[str, Any]:
         limit_val_batches=2,
     )
     if search == "before":
-        module.batch_size = find_batch_size(trainer, module, **options).batch_size
+        module.batch_size = find_batch_size(
+            trainer, module, **options, objective="memory"
+        ).batch_size
     trainer.fit(module)
     found = {"size": module.batch_size, "steps": trainer.global_step, **memory.found}
     plan = finder.plan

@@ -67,7 +67,7 @@ def every_trial_twice(name: str, gibibytes: str) -> dict[str, Any]:
     """A search in a Trainer, whose steps are timed equally often."""
     twice = Twice()
     twice.install()
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     finder.policy = replace(finder.policy, timed_seconds=0.0)
     module = project(name, int(float(gibibytes) * 2**30))
     trainer: Trainer = gpu_trainer(finder, max_steps=1)

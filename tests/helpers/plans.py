@@ -21,6 +21,7 @@ def plan_with(plan: Plan, **changes: Any) -> Plan:
                 if field.name in changes and field.name not in own
             },
         )
-        for part in ("chosen", "step")
+        for part in ("chosen", "recipe")
+        if part not in changes
     }
     return replace(plan, **parts, **changes)

@@ -342,7 +342,7 @@ def _run_case(case, directory, ranks):
         data = DataLoader(data.dataset, batch_sampler=sampler)
     plan = None
     if "find" in case and case.get("search", True):
-        plan = find_batch_size(trainer, module, None, data, data, **options)
+        plan = find_batch_size(trainer, module, None, data, data, **options, objective="memory")
         data = DataLoader(rows, batch_size=plan.batch_size, shuffle=True)
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.limits import ProjectStep, SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -47,7 +47,8 @@ def limits(
     options = SearchOptions(
         multiple_of=multiple_of, target_batch_size=target_batch_size, objective=objective
     )
-    return SearchLimits(limit, low, cap, "dataset", options, **more)
+    step = ProjectStep(kept_samples=target_batch_size)
+    return SearchLimits(limit, low, cap, "dataset", options, step, **more)
 
 
 def peaks(law: Law, size: int) -> list[int]:

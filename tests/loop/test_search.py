@@ -78,7 +78,7 @@ def without_times(text):
     """The lines of a plan without times, and without notes about the project's own size."""
     others = (
         r"  sizes|\||  details|BatchFinder: (searching|\d+ s, )"
-        r"|  note +(An optimizer step has|If you compute|\d+ samples train)"
+        r"|  training|  note +(An optimizer step has|If you compute|\d+ samples train)"
     )
     # A line that begins with so many spaces continues the one before it.
     rows = text.replace("\n" + " " * 12, " ")
@@ -92,7 +92,7 @@ def test_the_text_is_that_of_batch_finder(lawful, verbose, fit, use_device, caps
     plan = found(lawful, **options)
     printed = capsys.readouterr().out
     assert printed.endswith(f"{plan}\n" if verbose else f"{plan.short_text()}\n")
-    finder = BatchFinder(**options)
+    finder = BatchFinder(objective="memory", **options)
     fit(Lawful(use_device, law), finder, use_device, limit_val_batches=0)
     assert without_times(printed) == without_times(capsys.readouterr().out)
 

@@ -1,60 +1,15 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.learning_rate import (
-    Epoch,
-    TrainingSetup,
     learning_rate_factor,
     learning_rate_note,
-    optimizer_step,
 )
-from lightning_batchmem.plan.sizes import MicroBatch, micro_batch
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.unit import Unit
-
-
-@pytest.mark.parametrize(
-    ("budget_name", "size"), [(None, "1,008 samples"), ("max_tokens", "max_tokens 1,008")]
-)
-def test_a_target_that_is_missed_is_one_note(budget_name, size):
-    setup = TrainingSetup(1, 4, None, None, (), Unit(budget_name))
-
-    def notes(target, batch_size):
-        step = optimizer_step(
-            setup,
-            batch_size,
-            Epoch(),
-            target_batch_size=target,
-            multiple_of=None,
-            lr_scaling=None,
-        )
-        return step.notes
-
-    assert micro_batch(1010, largest=256, ranks=4) == MicroBatch(253, 1, 1012)
-    expected = (
-        f"An optimizer step has {size}, not the 1,010 of target_batch_size: 2 x 126 on each"
-        " of 4 ranks."
-    )
-    assert notes(1010, 126) == (expected,)
-    assert notes(1024, 256) == ()
-
-
-@pytest.mark.parametrize(
-    ("epoch", "batch_size", "accumulate", "samples"),
-    [
-        (Epoch(), 32, 4, 128),
-        # The data set is smaller than the batch.
-        (Epoch(1, 7), 32, 1, 7),
-        # The epoch ends with half a batch.
-        (Epoch(3, 80), 32, 4, 80),
-        (Epoch(3, 80), 32, 2, 64),
-        # Under limit_train_batches=2.
-        (Epoch(2, 64), 32, 4, 64),
-        (Epoch(0, 0), 32, 4, 1),
-    ],
-)
-def test_the_samples_of_an_optimizer_step(epoch, batch_size, accumulate, samples):
-    assert epoch.samples_of_step(batch_size, accumulate) == samples
 
 
 @pytest.mark.parametrize(
@@ -82,39 +37,51 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
     assert scaled(rate, "sqrt", first, first) == rate
 
 
-RATE_BY = "multiplies the learning rate by"
+RATE_BY = "multiplies the rate by"
 SEE = 'see "Choosing a batch size" in the documentation.'
-NONE_KNOWN = "and no single rule is known for {}. Tune the learning rate by hand."
+NONE_KNOWN = "No single rule is known for {}: tune the learning rate by hand."
+WORSE = ', so the training may end worse. objective="recipe" keeps your own size'
 
 
 @pytest.mark.parametrize(
     ("names", "effective", "expected"),
     [
-        (["SGD"], 32, ""),
-        ([], 64, ""),
-        (["SGD", "SGD"], 256, f'. For SGD, lr_scaling="linear" {RATE_BY} 8: {SEE}'),
+        (("SGD",), 32, ""),
+        ((), 64, ""),
+        (("SGD", "SGD"), 48, f'. For SGD, lr_scaling="linear" {RATE_BY} 1.5: {SEE}'),
+        (("SGD",), 64, f'{WORSE}. For SGD, lr_scaling="linear" {RATE_BY} 2: {SEE}'),
         (
-            ["Adam", "RMSprop"],
+            ("Adam", "RMSprop"),
             320_000,
-            f'. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8 times the'
+            f'{WORSE}. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8'
+            f" times the samples): {SEE}",
+        ),
+        (
+            ("SGD",),
+            3,
+            f'. For SGD, lr_scaling="linear" {RATE_BY} 0.09375 (untested beyond 8 times the'
             f" samples): {SEE}",
         ),
-        (
-            ["SGD"],
-            3,
-            '. For SGD, lr_scaling="linear" multiplies the learning rate by 0.09375 (untested'
-            " beyond 8 times",
-        ),
-        (["Lion"], 64, f", {NONE_KNOWN.format('Lion')}"),
-        (["NAdam", "Adamax"], 64, f", {NONE_KNOWN.format('NAdam and Adamax')}"),
+        (("Lion",), 48, f". {NONE_KNOWN.format('Lion')}"),
+        (("NAdam", "Adamax"), 48, f". {NONE_KNOWN.format('NAdam and Adamax')}"),
     ],
 )
 def test_note(names, effective, expected):
-    note = learning_rate_note(names, 32, effective, Unit())
-    start = ""
-    if expected:
-        start = f"An optimizer step has {effective:,} samples instead of 32{expected}"
-    assert note.startswith(start)
-    assert bool(note) == bool(expected)
-    is_untested = bool(note) and "no single" not in note and not 4 <= effective <= 256
-    assert ("untested" in note) == is_untested
+    before = Recipe(effective_batch_size=32, learning_rates=(0.1,))
+    after = replace(before, effective_batch_size=effective, optimizer_names=names)
+    text = f"An optimizer step has {effective:,} samples instead of 32 at the same learning rate"
+    note = learning_rate_note(before, after, Unit())
+    assert note == (text + expected if expected else "")
+
+
+def test_there_is_no_note_where_the_project_changes_its_rate_itself():
+    before = Recipe(effective_batch_size=32, learning_rates=(0.1,), optimizer_names=("SGD",))
+    after = replace(before, effective_batch_size=64, learning_rates=(0.2,))
+    assert learning_rate_note(before, after, Unit()) == ""
+    assert learning_rate_note(replace(before, effective_batch_size=None), after, Unit()) == ""
+
+
+def test_where_the_project_steps_its_optimizers_batches_are_compared():
+    before = Recipe(effective_batch_size=32, counts_batches=True, optimizer_names=("SGD",))
+    note = learning_rate_note(before, replace(before, effective_batch_size=48), Unit())
+    assert note.startswith("A batch has 48 samples instead of 32 at the same learning rate. For")

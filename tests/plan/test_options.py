@@ -99,8 +99,14 @@ def test_sizes_are_positive_whole_numbers(name, value):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"objective": "speed"}, 'objective must be one of "memory", "throughput", got \'speed\''),
-        ({"objective": None}, 'objective must be one of "memory", "throughput", got None'),
+        (
+            {"objective": "speed"},
+            'objective must be one of "auto", "recipe", "memory", "throughput", got \'speed\'',
+        ),
+        (
+            {"objective": None},
+            'objective must be one of "auto", "recipe", "memory", "throughput", got None',
+        ),
         (
             {"lr_scaling": "cubic"},
             'lr_scaling must be one of None, "linear", "sqrt", got \'cubic\'',

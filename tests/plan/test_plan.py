@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.learning_rate import OptimizerStep
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable
-from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Growth, Trial
+from lightning_batchmem.plan.recipe import Recipe
+from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Growth, Speed, Trial
 from tests.helpers.lawful import OLD_PLAN
 from tests.helpers.plans import plan_with
 
@@ -46,13 +46,23 @@ TRIALS = any_of(
     growth=st.none() | any_of(Growth, batches=st.none() | st.integers(1, 2**50)),
     **TIMES,
 )
-RATES = dict.fromkeys(("learning_rate", "learning_rate_before"), st.none() | FINITE)
+RECIPES = any_of(
+    Recipe,
+    counts_batches=st.booleans(),
+    learning_rates=st.lists(FINITE).map(tuple),
+    learning_rate=st.none() | FINITE,
+    trainer_settings=st.dictionaries(TEXT, WHOLE),
+)
 NO_NOTES = {"notes": st.just(())}
 PLANS = any_of(
     Plan,
     chosen=any_of(Chosen, **NO_NOTES),
     trials=st.lists(TRIALS, max_size=5).map(tuple),
-    step=any_of(OptimizerStep, learning_rate_note=st.just(""), **NO_NOTES, **RATES),
+    recipe=RECIPES,
+    project_recipe=st.none() | RECIPES,
+    speeds=st.lists(
+        any_of(Speed, samples_per_second=st.floats(1, 1e9)), min_size=2, max_size=2
+    ).map(tuple),
 )
 PLAN = Plan(
     Chosen(
@@ -252,11 +262,10 @@ def test_the_text_has_what_else_a_person_should_know():
         PLAN,
         verified=False,
         limited_by="target_batch_size",
-        ranks=2,
-        accumulate_grad_batches=4,
-        effective_batch_size=256,
-        learning_rate=0.2,
-        learning_rate_before=0.1,
+        recipe=Recipe(32, 4, 2, 256, 100, learning_rates=(0.2,)),
+        project_recipe=Recipe(16, 4, 2, 128, 200, learning_rates=(0.1,)),
+        speeds=(Speed(16, 100.0), Speed(32, 90.0)),
+        warnings=("a warning",),
         notes=("a note",),
     )
     text = str(plan)
@@ -266,8 +275,9 @@ def test_the_text_has_what_else_a_person_should_know():
     for row in (
         "memory    process 180.0, limit 200.0 MiB; tensors 164.0, predicted 164.0; all\n"
         "            ranks at most 360.0",
-        "step      256 samples, in 4 batches on each of 2 ranks; learning rate 0.2\n"
-        "            instead of 0.1",
+        "training  128 (2 ranks x 4 x 16) -> 256 (2 ranks x 4 x 32) samples a step, 200\n"
+        "            -> 100 steps, learning rate 0.1 -> 0.2\n  note      a warning\n"
+        "  speed     200 samples/s at 16 (yours), 180 at 32\n  memory",
         "note      a note",
     ):
         assert row in text
@@ -298,7 +308,7 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         batch_size=large.batch_size,
         budget_name="max_tokens_of_a_batch",
         limited_by="limit_train_batches",
-        ranks=16,
+        recipe=Recipe(ranks=16),
         trials=(large,),
         notes=(f"The earlier plan was not used: /{'a' * 100}/plan.json cannot be read.",),
     )
@@ -311,15 +321,22 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         assert "".join(plan.notes[0].split()) in words
 
 
-def test_the_short_text_has_the_reason_and_one_note():
-    changes = {"accumulate_grad_batches": 4, "effective_batch_size": 128}
-    plan = plan_with(PLAN, **changes, notes=("the first", "a second"))
+def test_the_short_text_has_the_training_all_warnings_and_one_note():
+    plan = plan_with(
+        PLAN,
+        recipe=Recipe(32, 4, 1, 128, 10),
+        project_recipe=Recipe(128, 1, 1, 128, 10),
+        warnings=("one", "another"),
+        notes=("the first", "a second"),
+    )
     assert plan.short_text() == "\n".join(
         [
             "BatchFinder: batch size 32, limited by memory, verified by a rehearsal",
+            "  training  128 (128 -> 4 x 32) samples a step, 10 steps",
+            "  note      one",
+            "  note      another",
             "  memory    process 180.0, limit 200.0 MiB; tensors 164.0, predicted 164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
-            "  step      128 samples, in 4 batches",
             "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
             "            above it.",
             "  note      the first",

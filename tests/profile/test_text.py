@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_batchmem import Plan
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import MIB, Chosen
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.profile.step_memory import PeakBetweenSteps
@@ -87,7 +88,7 @@ PLAN = Plan(Chosen(4096, "memory", ""), (), 1024 * MIB)
             "batch size 4096 fits in 0.8 GiB",
         ),
         (
-            replace(PLAN, ranks=2),
+            replace(PLAN, recipe=Recipe(ranks=2)),
             replace(MEMORY, rank_peaks_bytes=(300 * MIB, 900 * MIB)),
             "batch size 4096 on each of 2 ranks fits in 0.9 GiB",
         ),

@@ -64,7 +64,7 @@ def test_each_size_is_static_and_training_is_compiled_as_if_hard_coded(fit, fake
             fit(module, callbacks[0], device, *callbacks[1:], max_steps=-1, max_epochs=2)
         return before, programs.made[len(before) :]
 
-    finder = BatchFinder()
+    finder = BatchFinder(objective="memory")
     in_search, searched = run(3, finder)
     before, hard_coded = run(352)
     assert [trial.batch_size for trial in finder.plan.trials] == [2, 8, 168, 336, 352]
@@ -115,7 +115,7 @@ def test_an_optimizer_that_is_compiled_inside_on_the_host(fit, device):
     device.as_host()
     module = Lawful(device, law)
     module.configure_optimizers = lambda: CompiledInside(module.parameters(), lr=0.1)
-    finder = BatchFinder(max_batch_size=8)
+    finder = BatchFinder(max_batch_size=8, objective="memory")
     fit(module, finder, device)
     assert (finder.plan.batch_size, finder.plan.verified) == (8, True)
     assert LIVE_BYTES_NOT_COUNTED in finder.plan.notes

@@ -134,7 +134,7 @@ class Replaces(LightningModule):
 
 
 def test_a_list_that_is_replaced_is_freed():
-    finder = BatchFinder(max_batch_size=8)
+    finder = BatchFinder(max_batch_size=8, objective="memory")
     quiet_trainer(finder, max_epochs=20).fit(Replaces())
     growth = finder.plan.trials[-1].growth
     assert (growth.batch_bytes, growth.batches) == (MIB, 8)
@@ -178,7 +178,7 @@ class Predicts(Lawful):
 @pytest.mark.parametrize("returns", [True, False])
 def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
     device.as_host()
-    finder = BatchFinder(max_batch_size=16)
+    finder = BatchFinder(max_batch_size=16, objective="memory")
     module = Predicts(device, lambda count: count * MIB)
     # A list of the search is not the list of the module.
     indices = module.indices = []

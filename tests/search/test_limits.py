@@ -20,7 +20,7 @@ ALONE = Ranks(0, 1)
 
 
 def limits_of(program, budget, ranks=ALONE):
-    return search_limits(program, budget, SearchOptions(), POLICY, ranks)
+    return search_limits(program, budget, SearchOptions(), POLICY, ranks, keeps_step=False)
 
 
 @pytest.mark.parametrize(("shared", "ranks", "provided"), [(1, 1, 900), (1, 4, 300), (0, 4, 900)])

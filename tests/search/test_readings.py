@@ -38,14 +38,20 @@ def step(*calls, **values):
 def test_the_time_of_an_optimizer_step_has_its_micro_batches_and_one_update():
     assert CallSeconds([], []).of_optimizer_step(4) is None
     # The update takes half a second.
-    seconds = CallSeconds([1.5, 1.7], [1.1, 1.0])
+    seconds = CallSeconds([1.5, 1.75, 1.25], [1.0, 1.5, 0.75])
     assert seconds.of_optimizer_step(1) == 1.5
     assert seconds.of_optimizer_step(4) == 4.5
-    assert seconds.all == [1.5, 1.7, 1.1, 1.0]
+    assert seconds.all == [1.5, 1.75, 1.25, 1.0, 1.5, 0.75]
 
 
 def test_without_accumulation_each_call_has_an_update():
-    assert CallSeconds([1.5, 1.4], []).of_optimizer_step(1) == 1.4
+    assert CallSeconds([1.5, 1.5, 1.75], []).of_optimizer_step(1) == 1.5
+
+
+def test_one_quick_step_of_many_does_not_make_a_size_fast():
+    # Another process has every other tenth of a second. Of the quick steps one fits between.
+    quick = [0.05, *[0.1] * 9]
+    assert CallSeconds(quick, []).of_optimizer_step(1) == 0.1
 
 
 def test_seconds_are_those_of_timed_steps_with_and_without_an_update():

@@ -90,10 +90,9 @@ def test_what_trials_record(search, device):
     for trial in plan.trials:
         assert list(trial.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
         assert trial.peak_bytes == law(trial.batch_size)
-    # A probe has a warm-up step and one that is measured, and the last one has two more that are
-    # timed. A rehearsal has two warm-up steps, three steady ones, the last batch of the epoch, and
-    # a full one of the next epoch.
-    assert [trial.full_steps for trial in plan.trials] == [2, 2, 4, 7, 7]
+    # A probe has a warm-up step and one that is measured. A rehearsal has two warm-up steps, three
+    # steady ones, the last batch of the epoch, and a full one of the next epoch.
+    assert [trial.full_steps for trial in plan.trials] == [2, 2, 2, 7, 7]
     assert device.num_ooms == 0
     # The enforced limit is restored.
     assert device.budget == 500 * MIB

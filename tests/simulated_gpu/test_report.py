@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Chosen, Trial
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 from lightning_batchmem.simulated_gpu.launch import Outcome
@@ -44,7 +45,7 @@ def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **ch
         ),
         limit_bytes=int(limit_gib * GIB),
         device="simulated RTX-4090",
-        project_batch_size=project,
+        project_recipe=None if project is None else Recipe(batch_size=project),
         simulated=True,
     )
     return plan_with(plan, **changes)

@@ -127,7 +127,7 @@ def test_a_finder_of_the_project_keeps_its_options_and_its_policy(finders):
     )
     finder = finders[0][0]
     assert (finder.options.multiple_of, finder.options.memory_limit) == (8, 0.7)
-    assert finder.options.min_steps_per_epoch == 10
+    assert finder.options.least_steps_per_epoch == 10
     assert finder.options.objective == "memory"
     assert finder.policy is own.policy
     assert result["multiple_of"] == 8
@@ -138,7 +138,7 @@ def test_a_finder_of_the_project_keeps_its_options_and_its_policy(finders):
 
 
 def test_the_plan_of_a_finder_of_the_project_is_left_out_and_named(finders):
-    result = run(quiet_trainer(BatchFinder(plan="plan.json")))
+    result = run(quiet_trainer(BatchFinder(plan="plan.json", objective="memory")))
     left_out = "The options are those of the project's BatchFinder, without its plan."
     assert result["assumptions"][0] == left_out
 
@@ -148,7 +148,7 @@ def test_the_finder_of_lightning_does_not_search_too(finders):
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
-        callbacks=[BatchSizeFinder(), BatchFinder()],
+        callbacks=[BatchSizeFinder(), BatchFinder(objective="memory")],
     )
     run(trainer)
     assert not any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks)

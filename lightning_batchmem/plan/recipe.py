@@ -1,0 +1,171 @@
+"""The optimizer steps of a training, before and after its size is chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_batchmem.plan.unit import Unit
+
+RAISED_RATIO = 1.5
+"""By default the samples of a step are raised to at most this multiple of those of the project.
+
+More of them at an unchanged learning rate are the first thing that a plan warns of.
+
+Source: `python -m benchmarks.no_harm_rules`.
+"""
+
+# The rates of more groups of parameters are not listed.
+_MOST_RATES = 3
+
+
+class Epoch(NamedTuple):
+    """An epoch of the training on the rank with the fewest batches; ``inf`` where it is unknown."""
+
+    batches: float = math.inf
+    # In the unit of the batch size.
+    samples: float = math.inf
+
+    def samples_of_step(self, batch_size: int, accumulate_grad_batches: int) -> int:
+        """The samples of a full optimizer step on a rank.
+
+        Lightning makes a step at the end of an epoch in any case.
+        """
+        batches = min(accumulate_grad_batches, max(1.0, self.batches))
+        return int(min(batches * batch_size, max(1.0, self.samples)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the optimizer steps of a training are made of.
+
+    Args:
+        batch_size: samples of a batch on each rank; ``None`` where it is not known.
+        accumulate_grad_batches: batches to an optimizer step.
+        ranks: processes that train together.
+        effective_batch_size: samples to an optimizer step over all ranks; ``None`` where they are
+            not known, and in an evaluation.
+        num_steps: optimizer steps of the whole training; ``None`` where they are not known.
+        counts_batches: whether ``num_steps`` counts batches, because the project decides in which
+            of them its optimizers step.
+        learning_rates: the different learning rates of the optimizers at the start.
+        optimizer_names: the classes of the optimizers.
+        learning_rate: the learning rate of the module under ``lr_scaling``; otherwise ``None``.
+        trainer_settings: settings of the Trainer that count batches, where the training has other
+            values because of its accumulation, such as ``limit_train_batches``.
+    """
+
+    batch_size: int | None = None
+    accumulate_grad_batches: int = 1
+    ranks: int = 1
+    effective_batch_size: int | None = None
+    num_steps: int | None = None
+    counts_batches: bool = False
+    learning_rates: tuple[float, ...] = ()
+    optimizer_names: tuple[str, ...] = ()
+    learning_rate: float | None = None
+    trainer_settings: Mapping[str, int] = field(default_factory=dict)
+
+
+def step_ratio(before: Recipe, after: Recipe) -> float:
+    """By how much the samples of a step grow; 1 where they are not known."""
+    if not before.effective_batch_size or not after.effective_batch_size:
+        return 1.0
+    return after.effective_batch_size / before.effective_batch_size
+
+
+def training_text(before: Recipe, after: Recipe, unit: Unit) -> str:
+    """What changes in the training: samples and number of its steps, and the learning rate."""
+    step = "batch" if after.counts_batches else "step"
+    samples = f"{_samples(before, after, unit)} a {step}"
+    numbers = (before.num_steps, after.num_steps)
+    if None not in numbers and numbers[0] != numbers[1]:
+        parts = [samples, f"{numbers[0]:,} -> {numbers[1]:,} {_plural(step)}"]
+    elif step_ratio(before, after) != 1:
+        # The number of steps does not depend on the size.
+        number = _plural(step) if after.num_steps is None else _counted(after.num_steps, step)
+        ratio = step_ratio(before, after)
+        parts = [f"{number} of {_samples(before, after, unit)}: {ratio:.3g} times the samples"]
+    else:
+        parts = [samples]
+        if after.num_steps is not None:
+            parts.append(_counted(after.num_steps, step))
+    parts.append(_rates(before, after))
+    return ", ".join(part for part in parts if part)
+
+
+def rounded_step_note(after: Recipe, samples_per_step: int | None, whose: str, unit: Unit) -> str:
+    """A sentence about steps that cannot have exactly these samples; empty where they have them.
+
+    Args:
+        after: the optimizer steps at the chosen size.
+        samples_per_step: the samples that an optimizer step was to have; ``None`` for no number.
+        whose: where this number comes from.
+        unit: what the sizes count.
+    """
+    size = after.batch_size or 1
+    samples = size * after.accumulate_grad_batches * after.ranks
+    if samples_per_step in (None, samples):
+        return ""
+    on_ranks = f" on each of {after.ranks} ranks" if after.ranks > 1 else ""
+    return (
+        f"An optimizer step has {unit.step_size(samples)}, not the {samples_per_step:,} of"
+        f" {whose}: {after.accumulate_grad_batches:,} x {size:,}{on_ranks}."
+    )
+
+
+def short_step_note(after: Recipe, epoch: Epoch) -> str:
+    """A sentence about epochs that are shorter than an optimizer step; empty for others."""
+    accumulate = after.accumulate_grad_batches
+    if epoch.batches >= accumulate:
+        return ""
+    return (
+        f"An optimizer step takes {accumulate} batches, but an epoch ends after"
+        f" {max(1, int(epoch.batches))}, so the step has fewer."
+    )
+
+
+def _plural(step: str) -> str:
+    return "batches" if step == "batch" else "steps"
+
+
+def _counted(count: int, step: str) -> str:
+    return f"1 {step}" if count == 1 else f"{count:,} {_plural(step)}"
+
+
+def _samples(before: Recipe, after: Recipe, unit: Unit) -> str:
+    """The samples of a step before and after, and the batches that they are made of."""
+    sizes = [before.effective_batch_size, after.effective_batch_size]
+    made_of = [_made_of(before), _made_of(after)]
+    texts = [
+        f"{size:,}{f' ({parts})' if parts else ''}"
+        for size, parts in zip(sizes, made_of, strict=True)
+        if size is not None
+    ]
+    arrow = " -> ".join(dict.fromkeys(texts))
+    if len(texts) > 1 and sizes[0] == sizes[1] and made_of[0] != made_of[1]:
+        arrow = f"{sizes[1]:,} ({made_of[0] or sizes[0]} -> {made_of[1] or sizes[1]})"
+    return f"{unit.budget_name} {arrow}" if unit.budget_name else f"{arrow} samples"
+
+
+def _made_of(recipe: Recipe) -> str:
+    """The parts of a step, such as ``"2 ranks x 4 x 8"``; empty for one batch on one rank."""
+    parts = [str(recipe.batch_size)]
+    if recipe.accumulate_grad_batches > 1:
+        parts.insert(0, str(recipe.accumulate_grad_batches))
+    if recipe.ranks > 1:
+        parts.insert(0, f"{recipe.ranks} ranks")
+    return " x ".join(parts) if len(parts) > 1 and recipe.batch_size else ""
+
+
+def _rates(before: Recipe, after: Recipe) -> str:
+    if not after.learning_rates or len(after.learning_rates) > _MOST_RATES:
+        return ""
+    name = "learning rate" if len(after.learning_rates) == 1 else "learning rates"
+    new = " and ".join(f"{rate:.6g}" for rate in after.learning_rates)
+    if before.learning_rates in ((), after.learning_rates):
+        return f"{name} {new} unchanged"
+    old = " and ".join(f"{rate:.6g}" for rate in before.learning_rates)
+    return f"{name} {old} -> {new}"

@@ -1,0 +1,84 @@
+"""The project's own batch size beside the chosen one, in real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.own_size import COPIES, loss_notes, takes_own_size
+from lightning_batchmem.plan.records import Chosen, NextSize, Speed, Trial
+from lightning_batchmem.plan.sizes import accumulated_batches
+from lightning_batchmem.search.program import Program
+from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.trial import TrialRunner
+
+
+@dataclass(frozen=True)
+class OwnSize:
+    """Compares the chosen size with that of the project.
+
+    Args:
+        program: the training program.
+        runner: runs its steps.
+        limits: the limits of the search.
+        ranks: the processes that search together.
+    """
+
+    program: Program
+    runner: TrialRunner
+    limits: SearchLimits
+    ranks: Ranks
+
+    def compared(
+        self, chosen: Chosen, run: Callable[[NextSize], Trial]
+    ) -> tuple[Chosen, tuple[Speed, ...]]:
+        """Compare the speeds of both sizes where both fit.
+
+        By default the own size is taken if it is faster, and ``objective="throughput"`` leaves it
+        only for one that is faster.
+
+        Args:
+            chosen: what the search has found.
+            run: runs a size on all ranks.
+
+        Returns:
+            The size to train with, and both throughputs.
+        """
+        limits = self.limits
+        own_size = limits.step.batch_size
+        size = chosen.batch_size
+        if own_size is None or own_size == size or self.program.training is None:
+            return chosen, ()
+        if own_size > min(chosen.largest_batch_size or size, limits.max_batch_size):
+            return chosen, ()
+        own = Speed(own_size, self._samples_per_second(own_size))
+        other = Speed(size, self._samples_per_second(size))
+        if not (own.samples_per_second and other.samples_per_second):
+            return chosen, ()
+        objective = limits.options.objective
+        if not takes_own_size(objective, own, other):
+            return chosen, (own, other)
+        trial = run(NextSize(own_size, "rehearsal"))
+        if trial.outcome != "ok":
+            return chosen, (own, other)
+        unit = limits.unit
+        how = "ran slower" if objective == "auto" else "did not run clearly faster"
+        reason = f"{unit.size(own_size)}, the size of the project: {unit.size(size)} {how}."
+        taken = replace(chosen, batch_size=own_size, limited_by="throughput", reason=reason)
+        return taken, (own, other)
+
+    def notes_of_loss(self, batch_size: int) -> list[str]:
+        """A sentence about a loss with which accumulation does not go, where it was begun."""
+        accumulate = accumulated_batches(batch_size, self.limits)
+        is_begun = accumulate > self.program.accumulate_grad_batches
+        if not is_begun or self.limits.steps_are_collective or batch_size < max(COPIES):
+            return []
+        losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
+        return loss_notes(losses)
+
+    def _samples_per_second(self, batch_size: int) -> float:
+        """The throughput of the slowest rank at a size; 0 where it was not measured."""
+        accumulate = accumulated_batches(batch_size, self.limits)
+        own_speed = self.runner.samples_per_second(batch_size, accumulate, self.limits)
+        return min(self.ranks.exchange(own_speed or 0.0))

@@ -1,0 +1,139 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_batchmem.plan.recipe import (
+    Epoch,
+    Recipe,
+    rounded_step_note,
+    short_step_note,
+    step_ratio,
+    training_text,
+)
+from lightning_batchmem.plan.unit import Unit
+
+RATE = "learning rate 0.001 unchanged"
+
+
+def recipe(size, steps, *, accumulate=1, ranks=1, rates=(0.001,), **more):
+    effective = size * accumulate * ranks
+    return Recipe(size, accumulate, ranks, effective, steps, learning_rates=rates, **more)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        # The newcomer's training.
+        (
+            recipe(16, 252),
+            recipe(100, 40),
+            f"16 -> 100 samples a step, 252 -> 40 steps, {RATE}",
+        ),
+        (recipe(16, 1252), recipe(16, 1252), f"16 samples a step, 1,252 steps, {RATE}"),
+        (
+            recipe(16, 252),
+            recipe(64, 63, rates=(0.002,)),
+            "16 -> 64 samples a step, 252 -> 63 steps, learning rate 0.001 -> 0.002",
+        ),
+        # Accumulation keeps the step.
+        (
+            recipe(32, 252),
+            recipe(8, 252, accumulate=4),
+            f"32 (32 -> 4 x 8) samples a step, 252 steps, {RATE}",
+        ),
+        (
+            recipe(4, 252, accumulate=8),
+            recipe(32, 252),
+            f"32 (8 x 4 -> 32) samples a step, 252 steps, {RATE}",
+        ),
+        (
+            recipe(8, 20, ranks=2),
+            recipe(16, 10, ranks=2),
+            f"16 (2 ranks x 8) -> 32 (2 ranks x 16) samples a step, 20 -> 10 steps, {RATE}",
+        ),
+        # The number of steps does not depend on the size.
+        (
+            recipe(16, 1000),
+            recipe(64, 1000),
+            f"1,000 steps of 16 -> 64 samples: 4 times the samples, {RATE}",
+        ),
+        (
+            recipe(16, None),
+            recipe(64, None),
+            f"steps of 16 -> 64 samples: 4 times the samples, {RATE}",
+        ),
+        # The project steps its optimizers itself.
+        (
+            recipe(16, 100, counts_batches=True),
+            recipe(32, 50, counts_batches=True),
+            f"16 -> 32 samples a batch, 100 -> 50 batches, {RATE}",
+        ),
+        (
+            recipe(16, 100, counts_batches=True),
+            recipe(32, 100, counts_batches=True),
+            f"100 batches of 16 -> 32 samples: 2 times the samples, {RATE}",
+        ),
+        (recipe(7, 1), recipe(8, 1), f"1 step of 7 -> 8 samples: 1.14 times the samples, {RATE}"),
+        # Groups of parameters.
+        (
+            recipe(16, 10, rates=(0.1, 0.2)),
+            recipe(16, 10, rates=(0.1, 0.2)),
+            "16 samples a step, 10 steps, learning rates 0.1 and 0.2 unchanged",
+        ),
+        (
+            recipe(16, 10, rates=(1, 2, 3, 4)),
+            recipe(16, 10, rates=(1, 2, 3, 4)),
+            "16 samples a step, 10 steps",
+        ),
+    ],
+)
+def test_the_text_says_what_changes(before, after, text):
+    assert training_text(before, after, Unit()) == text
+
+
+def test_the_text_of_a_budget():
+    text = training_text(recipe(1024, 10), recipe(4096, 3), Unit("max_tokens"))
+    assert text == f"max_tokens 1,024 -> 4,096 a step, 10 -> 3 steps, {RATE}"
+
+
+def test_the_ratio_is_1_where_a_size_is_not_known():
+    assert step_ratio(recipe(16, 1), recipe(40, 1)) == 2.5
+    assert step_ratio(replace(recipe(16, 1), effective_batch_size=None), recipe(40, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch_size", "accumulate", "samples"),
+    [
+        (Epoch(), 32, 4, 128),
+        # The data set is smaller than the batch.
+        (Epoch(1, 7), 32, 1, 7),
+        # The epoch ends with half a batch.
+        (Epoch(3, 80), 32, 4, 80),
+        (Epoch(3, 80), 32, 2, 64),
+        # Under limit_train_batches=2.
+        (Epoch(2, 64), 32, 4, 64),
+        (Epoch(0, 0), 32, 4, 1),
+    ],
+)
+def test_the_samples_of_an_optimizer_step(epoch, batch_size, accumulate, samples):
+    assert epoch.samples_of_step(batch_size, accumulate) == samples
+
+
+@pytest.mark.parametrize(
+    ("budget_name", "size"), [(None, "1,008 samples"), ("max_tokens", "max_tokens 1,008")]
+)
+def test_a_step_that_is_missed_is_one_note(budget_name, size):
+    after = Recipe(126, 2, 4)
+    note = rounded_step_note(after, 1010, "target_batch_size", Unit(budget_name))
+    assert note == (
+        f"An optimizer step has {size}, not the 1,010 of target_batch_size: 2 x 126 on each of 4"
+        " ranks."
+    )
+    assert rounded_step_note(after, 1008, "target_batch_size", Unit(budget_name)) == ""
+    assert rounded_step_note(after, None, "target_batch_size", Unit(budget_name)) == ""
+
+
+def test_an_epoch_that_is_shorter_than_a_step_is_one_note():
+    note = "An optimizer step takes 4 batches, but an epoch ends after 3, so the step has fewer."
+    assert short_step_note(Recipe(8, 4), Epoch(3, 24)) == note
+    assert short_step_note(Recipe(8, 4), Epoch(4, 32)) == ""

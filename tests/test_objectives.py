@@ -1,0 +1,363 @@
+"""What the objectives of BatchFinder do to a training, in real fits on a fake device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+
+from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem.plan.records import Speed
+from lightning_batchmem.search.trial import TrialRunner
+from tests.helpers.lawful import SAMPLES, Lawful, Sizes, law, loader
+
+# The arguments that the fixture sets for other tests.
+DEFAULT = {"objective": "auto", "min_steps_per_epoch": "auto", "multiple_of": None}
+RECIPE = {**DEFAULT, "objective": "recipe"}
+# It does not fit into the 475 MiB of the fake device, and its half does.
+TOO_LARGE = 600
+
+
+class Project(Lawful):
+    """A project with a validation."""
+
+    samples = SAMPLES
+
+    def train_dataloader(self):
+        return loader(self.batch_size, self.samples)
+
+    def val_dataloader(self):
+        return loader(self.batch_size, 2 * SAMPLES)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Manual(Project):
+    """A project that steps its optimizer itself."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class TwoLoaders(Project):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0], batch_idx)
+
+    def train_dataloader(self):
+        return [loader(self.batch_size), loader(self.batch_size)]
+
+
+class Summed(Project):
+    def training_step(self, batch, batch_idx):
+        return (super().training_step(batch, batch_idx) * 0 + 1.0) * len(batch[0])
+
+
+class InBatchNegatives(Project):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 0 + torch.tensor(len(batch[0])).log()
+
+
+class Normalized(Project):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.norm = nn.BatchNorm1d(1)
+
+
+class Scheduled(Project):
+    """A schedule of a length that the project has written down."""
+
+    def __init__(self, *arguments, make=None):
+        super().__init__(*arguments)
+        self.make = make
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = self.make(optimizer, self)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fits(module, search, *callbacks, options=DEFAULT, **trainer):
+    """The plan of a fit, and the samples of each optimizer step of its training."""
+    sizes = Sizes()
+    trainer = {"max_steps": -1, "max_epochs": 1, **trainer}
+    plan = search(module, sizes, *callbacks, options=options, **trainer)
+    return plan, sizes.per_step
+
+
+def test_the_default_raises_the_size_to_one_and_a_half_times_that_of_the_project(search, device):
+    plan, per_step = fits(Project(device, law, 16), search)
+    assert (plan.batch_size, plan.limited_by, plan.verified) == (24, "recipe", True)
+    assert plan.training.startswith("16 -> 24 samples a step, 313 -> 209 steps, learning rate")
+    assert len(per_step) - 1 == 209
+    assert plan.reason == (
+        "24 samples: the training may end worse at a larger size, because the project has 16;"
+        ' objective="memory" lifts this. Memory alone allows about 336 samples.'
+    )
+    assert plan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "limited_by"),
+    [
+        ({"objective": "memory"}, 336, "memory"),
+        ({"max_batch_size": 100}, 100, "max_batch_size"),
+        ({"target_batch_size": 64}, 64, "target_batch_size"),
+        ({"min_steps_per_epoch": 50}, 100, "min_steps_per_epoch"),
+        ({"min_steps_per_epoch": None}, 336, "memory"),
+    ],
+)
+def test_what_is_asked_for_is_given(search, device, asked, size, limited_by):
+    plan, _ = fits(Project(device, law, 16), search, options={**DEFAULT, **asked})
+    assert plan.limited_by == limited_by
+    # Two rehearsals pass where memory limits the size.
+    assert size <= plan.batch_size <= 1.1 * size
+    first = plan.warnings[0]
+    assert first.startswith(f"An optimizer step has {plan.batch_size} samples instead of 16 at the")
+    assert 'objective="recipe" keeps your own size. For Adam, lr_scaling="sqrt"' in first
+    assert first in " ".join(plan.short_text().split())
+
+
+def test_a_placeholder_is_no_recipe(search, device):
+    plan, _ = fits(Project(device, law, 2), search)
+    assert plan.limited_by == "memory"
+
+
+@pytest.mark.parametrize("options", [DEFAULT, RECIPE])
+def test_a_size_that_does_not_fit_keeps_the_samples_of_a_step(search, device, options):
+    trainer = {"limit_train_batches": 3, "limit_val_batches": 2, "val_check_interval": 3}
+    module = Project(device, law, TOO_LARGE)
+    plan, per_step = fits(module, search, options=options, **trainer)
+    assert (plan.batch_size, plan.accumulate_grad_batches) == (300, 2)
+    assert (plan.limited_by, plan.verified) == ("memory", True)
+    assert plan.training.startswith("600 (600 -> 2 x 300) samples a step, 3 steps, learning rate")
+    assert per_step == [600, 600, 600, 0]
+    counts = {"limit_train_batches": 6, "limit_val_batches": 4, "val_check_interval": 6}
+    assert plan.recipe.trainer_settings == counts
+    assert {name: getattr(module.trainer, name) for name in counts} == counts
+    assert "limit_val_batches is 4 instead of 2, because it counts batches." in plan.notes
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_an_interval_of_validations_is_never_longer_than_an_epoch(search, device):
+    module = Project(device, law, TOO_LARGE)
+    # Two batches of 600, and three of 300.
+    module.samples = 601
+    plan, _ = fits(module, search, val_check_interval=2)
+    assert (plan.batch_size, plan.accumulate_grad_batches) == (300, 2)
+    assert plan.recipe.trainer_settings == {"val_check_interval": 3}
+
+
+@pytest.mark.parametrize("options", [DEFAULT, RECIPE])
+def test_batches_of_a_project_that_accumulates_are_joined(search, device, options):
+    module = Project(device, law, 4)
+    trainer = {"accumulate_grad_batches": 8, "limit_train_batches": 20}
+    plan, per_step = fits(module, search, options=options, **trainer)
+    assert (plan.batch_size, plan.accumulate_grad_batches, plan.limited_by) == (32, 1, "recipe")
+    assert plan.training.startswith("32 (8 x 4 -> 32) samples a step, 3 steps, learning rate")
+    assert plan.recipe.trainer_settings == {"limit_train_batches": 3}
+    assert per_step == [32, 32, 32, 0]
+    assert "an optimizer step of the project has no more than 32 samples" in plan.reason
+    assert "Memory alone allows about 336 samples." in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "why"),
+    [
+        (Manual, (), "your training_step steps the optimizers itself"),
+        (Project, (GradientAccumulationScheduler({0: 1}),), "a GradientAccumulationScheduler sets"),
+        (TwoLoaders, (), "there are several training loaders"),
+    ],
+)
+@pytest.mark.parametrize("options", [DEFAULT, RECIPE])
+def test_where_accumulation_is_not_ours_a_sentence_says_so(
+    search, device, kind, callbacks, why, options
+):
+    plan, _ = fits(kind(device, law, TOO_LARGE), search, *callbacks, options=options)
+    assert 300 < plan.batch_size < TOO_LARGE
+    assert plan.accumulate_grad_batches == 1
+    rate, warning = plan.warnings
+    assert "samples instead of 600 at the same learning rate" in rate
+    assert warning.startswith(
+        f"Accumulation does not keep the 600 samples of a step, because {why}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Project, None),
+        (Summed, "Your loss is a sum over the batch"),
+        (InBatchNegatives, "Your loss compares the samples of a batch with each other"),
+        (Normalized, "BatchNorm normalizes each batch of 300 by itself, and not the 600"),
+    ],
+)
+def test_what_cannot_go_with_accumulation_is_a_warning(search, device, kind, words):
+    plan, _ = fits(kind(device, law, TOO_LARGE), search)
+    assert plan.accumulate_grad_batches == 2
+    assert len(plan.warnings) == (0 if words is None else 1)
+    assert (words or "") in "".join(plan.warnings)
+
+
+def test_a_loss_of_copies_that_fails_is_no_error_of_the_training(search, device):
+    class NeedsDifferentSamples(Project):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) in (2, 8) and self.trainer.accumulate_grad_batches == 2:
+                raise IndexError("no negative sample")
+            return super().training_step(batch, batch_idx)
+
+    options = {**DEFAULT, "min_batch_size": 9}
+    with pytest.warns(match=r"The loss of copies of a sample cannot be read: IndexError"):
+        plan, _ = fits(NeedsDifferentSamples(device, law, TOO_LARGE), search, options=options)
+    assert plan.warnings == ()
+
+
+def one_cycle_of(steps):
+    return lambda optimizer, module: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=steps(module)
+    )
+
+
+def milestones(optimizer, module):
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [100, 250])
+
+
+def of_two(optimizer, module):
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 303),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [10])
+
+
+STALE = "but the training has 209 steps now, and not 313: its end is not reached."
+
+
+@pytest.mark.parametrize(
+    ("make", "warning"),
+    [
+        (one_cycle_of(lambda module: 313), f"OneCycleLR has total_steps=313, {STALE}"),
+        (milestones, f"MultiStepLR has milestones=250, {STALE}"),
+        (of_two, f"CosineAnnealingLR has T_max=303, {STALE}"),
+        (one_cycle_of(lambda module: module.trainer.estimated_stepping_batches), ""),
+        # It was longer than the training before, as its author wanted.
+        (one_cycle_of(lambda module: 1000), ""),
+    ],
+)
+def test_a_schedule_of_the_old_length_is_a_warning(search, device, make, warning):
+    plan, _ = fits(Scheduled(device, law, 16, make=make), search)
+    assert plan.batch_size == 24
+    assert len(plan.warnings) == bool(warning)
+    assert "".join(plan.warnings).startswith(warning)
+
+
+def test_a_schedule_of_batches_is_a_warning_under_accumulation(search, device):
+    make = one_cycle_of(lambda module: len(module.train_dataloader()))
+    plan, _ = fits(Scheduled(device, law, TOO_LARGE, make=make), search)
+    (warning,) = plan.warnings
+    assert warning == (
+        "OneCycleLR has total_steps=17, which is the number of batches, but the scheduler steps"
+        " once in 2 of them: its end is not reached. Compute it in configure_optimizers from"
+        " trainer.estimated_stepping_batches."
+    )
+
+
+def test_a_schedule_that_ends_too_early_is_a_warning(search, device):
+    def cosine(optimizer, module):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+    class ManualScheduled(Scheduled, Manual):
+        pass
+
+    plan, _ = fits(ManualScheduled(device, law, TOO_LARGE, make=cosine), search)
+    assert plan.training.startswith("600 -> 352 samples a batch, 9 -> 15 batches")
+    assert any("CosineAnnealingLR has T_max=9" in text for text in plan.warnings)
+    assert any("15 steps now, and not 9: it ends too early" in text for text in plan.warnings)
+
+
+def speeds_of(monkeypatch, own, other, own_size):
+    def samples_per_second(runner, batch_size, accumulate_grad_batches, limits):
+        return own if batch_size == own_size else other
+
+    monkeypatch.setattr(TrialRunner, "samples_per_second", samples_per_second)
+
+
+@pytest.mark.usefixtures("compares_speeds")
+@pytest.mark.parametrize(
+    ("options", "other", "size", "limited_by"),
+    [
+        # The newcomer's project: 245 samples a second at 32, and 193 at 160.
+        ({}, 193.0, 16, "throughput"),
+        ({}, 240.0, 24, "recipe"),
+        ({"objective": "memory"}, 193.0, 352, "memory"),
+        ({"objective": "throughput", "max_batch_size": 64}, 270.0, 16, "throughput"),
+        ({"objective": "throughput", "max_batch_size": 64}, 300.0, 0, ""),
+    ],
+)
+def test_the_size_of_the_project_is_left_only_for_one_that_is_not_slower(
+    search, device, monkeypatch, options, other, size, limited_by
+):
+    speeds_of(monkeypatch, 245.0, other, own_size=16)
+    plan, _ = fits(Project(device, law, 16), search, options={**DEFAULT, **options})
+    assert plan.verified
+    compared = [speed.batch_size for speed in plan.speeds]
+    if size == 0:
+        # The fastest size of a fake device is not known.
+        assert plan.batch_size == compared[-1] != 16
+        return
+    assert (plan.batch_size, plan.limited_by) == (size, limited_by)
+    assert plan.speeds[0] == Speed(16, 245.0)
+    assert f"245 samples/s at 16 (yours), {other:.0f} at {compared[1]}" in plan.short_text()
+    has_warning = any("are slower than your 16: 79% of the samples" in w for w in plan.warnings)
+    assert has_warning == (options.get("objective") == "memory")
+    if size == 16:
+        how = "ran slower" if not options else "did not run clearly faster"
+        assert plan.reason == f"16 samples, the size of the project: {compared[1]} samples {how}."
+
+
+@pytest.mark.usefixtures("compares_speeds")
+def test_a_comparison_runs_five_steps_of_each_size_beside_each_other(search, device):
+    module = Project(device, law, 16)
+    plan, _ = fits(module, search)
+    assert [speed.batch_size for speed in plan.speeds] == [16, 24]
+    assert all(speed.samples_per_second > 0 for speed in plan.speeds)
+    assert "(yours)" in plan.short_text()
+
+
+def test_a_resumed_run_keeps_the_samples_of_a_step(fit, device, tmp_path):
+    def finder():
+        return BatchFinder(min_steps_per_epoch=None)
+
+    path = str(tmp_path / "last.ckpt")
+    arguments = {"limit_val_batches": 0}
+    trainer = fit(Project(device, law, TOO_LARGE), finder(), device, max_steps=2, **arguments)
+    trainer.save_checkpoint(path)
+    sizes = Sizes()
+    resumed = finder()
+    module = Project(device, law, TOO_LARGE)
+    fit(
+        module,
+        resumed,
+        device,
+        sizes,
+        max_steps=4,
+        ckpt_path=path,
+        limit_train_batches=2,
+        **arguments,
+    )
+    assert resumed.plan.training.startswith("600 (600 -> 2 x 300) samples a step")
+    assert module.trainer.accumulate_grad_batches == 2
+    assert sizes.seen == {300}
+
+
+def test_recipe_and_target_exclude_each_other():
+    with pytest.raises(ValueError, match='target_batch_size must be None with objective="recipe"'):
+        BatchFinder(objective="recipe", target_batch_size=64)
