@@ -1,17 +1,21 @@
-"""Utilization of the CPU cores that this process may use."""
+"""The CPU cores of this process: how busy it keeps them, and how long it waits for one."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
 from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.cgroup import cpu_quota_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
+
+_SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 class CpuMeter:
@@ -68,3 +72,24 @@ def usable_cores() -> float:
             or cores
         )
     return min(cores, value_or_none("The CPU quota", cpu_quota_cores) or math.inf)
+
+
+def waited_seconds(*, file: Path = _SCHEDULER) -> float:
+    """Return the seconds in which this thread could run, but other work had the cores.
+
+    They are 0 where the kernel does not count them. They are 0 under a CPU quota too: some kernels
+    count the time without quota, which a training cannot use either.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html (/proc/<pid>/schedstat)
+    """
+    if _has_quota():
+        return 0.0
+    try:
+        return int(file.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+@functools.cache
+def _has_quota() -> bool:
+    return value_or_none("The CPU quota", cpu_quota_cores) is not None

@@ -6,6 +6,7 @@ import itertools
 import time
 from contextlib import nullcontext
 
+from lightning_batchmem.devices.cpu import waited_seconds
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.program import Steps
@@ -146,11 +147,11 @@ class ConsecutiveSteps:
                 steps.make_batch(self._batch_size, index, other_lengths=other_lengths)
                 # A loop may make its batch on the device, which works on it while the host goes on.
                 meter.device.synchronize()
-                begin = time.perf_counter()
+                begin = self._seconds()
                 steps.run()
                 self.num_calls += 1
                 meter.device.synchronize()
-                calls.append(meter.end_call(time.perf_counter() - begin, counter))
+                calls.append(meter.end_call(self._seconds() - begin, counter))
             after = meter.device.counters()
             if not is_counted_apart:
                 end_bytes = meter.end_bytes()
@@ -170,6 +171,20 @@ class ConsecutiveSteps:
             )
             meter.keep(reading)
         return reading
+
+    def _seconds(self) -> float:
+        """A clock that stops while other processes have the cores, where the device is the CPU.
+
+        Sizes are timed one after the other, and other processes are not equally busy meanwhile.
+        """
+        if not self._meter.device.is_host:
+            return time.perf_counter()
+        while True:
+            waited = waited_seconds()
+            now = time.perf_counter()
+            # Both were read in one turn of this process.
+            if waited_seconds() == waited:
+                return now - waited
 
 
 def _increase(name: str, before: dict[str, int], after: dict[str, int]) -> int:

@@ -32,6 +32,34 @@ def test_the_time_of_a_step_begins_when_the_device_has_made_the_batch(meter, dev
     assert calls == ["make_batch", "synchronize", "clock", "run", "synchronize", "clock"]
 
 
+@pytest.mark.parametrize(("is_host", "seconds"), [(True, 3.0), (False, 5.0)])
+def test_the_time_of_a_step_on_the_host_is_without_the_turns_of_other_processes(
+    is_host, seconds, meter, device, monkeypatch
+):
+    # A step takes 5 s. In 2 of them another process has the core, and 4 more pass while the clock
+    # is read.
+    clocks = {"wall": 0.0, "waited": 0.0}
+
+    def passes(wall, waited):
+        clocks["wall"] += wall
+        clocks["waited"] += waited
+
+    readings = iter([lambda: passes(4.0, 4.0)])
+
+    def wall_seconds():
+        next(readings, lambda: None)()
+        return clocks["wall"]
+
+    monkeypatch.setattr(device, "is_host", is_host)
+    monkeypatch.setattr(steps_module, "waited_seconds", lambda: clocks["waited"])
+    steps = meter.program.primary
+    with ConsecutiveSteps(meter, steps, 2) as consecutive:
+        monkeypatch.setattr(steps, "run", lambda: passes(5.0, 2.0))
+        monkeypatch.setattr(steps_module.time, "perf_counter", wall_seconds)
+        consecutive.run(1)
+    assert meter.readings[-1].calls[0].seconds == seconds
+
+
 def test_the_calls_before_an_error_are_kept(meter, device):
     def law(size):
         if len(meter.program.sizes) == 3:
