@@ -15,7 +15,6 @@ time, because ThroughputMonitor synchronizes in each step, which is included.
     python -m benchmarks.overhead            # a Markdown table, on CUDA too if available
     python -m benchmarks.overhead --write    # also to benchmarks/results
     python -m benchmarks.overhead --waits    # where a process waits next to four busy ones
-    python -m benchmarks.overhead --guard    # the CPU time that OomGuard adds to a step
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
 from benchmarks.common import command_line, markdown, report, trainer_for
 from benchmarks.workloads import Training, Workload, floats, wide_mlp
-from lightning_batchmem import MemoryProfiler, OomGuard
+from lightning_batchmem import MemoryProfiler
 
 OURS = "MemoryProfiler"
 STEPS_BY_INTERVAL = {50: 2000, 1: 500}
@@ -52,8 +51,6 @@ WARM_UP_STEPS = 100
 
 NUM_BUSY_PROCESSES = 4
 WAITING_STEPS = 600
-
-GUARDED_BATCHES = 10_000
 
 
 class HookTimes(SimpleProfiler):
@@ -170,51 +167,6 @@ def waits() -> str:
     return markdown(rows)
 
 
-class Alternating(Callback):
-    """Attaches the guard in every second step, and reads the CPU time of each of them."""
-
-    def __init__(self, guard: OomGuard) -> None:
-        self._guard = guard
-        self._begin_seconds = 0.0
-        self.without: list[float] = []
-        self.guarded: list[float] = []
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        steps = self._guard._steps
-        assert steps is not None
-        steps.detach()
-        self._seconds = self.without
-        if trainer.fit_loop.total_batch_idx % 2:
-            steps.attach()
-            self._seconds = self.guarded
-        self._begin_seconds = time.thread_time()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._seconds.append(time.thread_time() - self._begin_seconds)
-
-
-def guard_times() -> str:
-    """The CPU time of a batch without OomGuard, and what it adds, as Markdown.
-
-    Steps with it and without it alternate in one training, and medians are compared.
-    """
-    guard = OomGuard()
-    alternating = Alternating(guard)
-    options: dict[str, Any] = {"accelerator": "cpu", "logger": False}
-    with redirect_stdout(io.StringIO()):
-        trainer_for([guard, alternating], GUARDED_BATCHES, **options).fit(small())
-    without_seconds = statistics.median(alternating.without)
-    added_seconds = statistics.median(alternating.guarded) - without_seconds
-    row = {
-        "batch, us": f"{1e6 * without_seconds:,.1f}",
-        "OomGuard, us": f"{1e6 * added_seconds:,.1f}",
-        "OomGuard, share": f"{added_seconds / without_seconds:.2%}",
-    }
-    return markdown([row])
-
-
 def compute_forever() -> None:
     while True:
         pass
@@ -233,17 +185,11 @@ def main() -> None:
         action="store_true",
         help=f"only show where a process waits next to {NUM_BUSY_PROCESSES} busy ones",
     )
-    parser.add_argument(
-        "--guard", action="store_true", help="only show the CPU time that OomGuard adds to a step"
-    )
     arguments = parser.parse_args()
     # One thread is enough, because the hooks run in one thread.
     torch.set_num_threads(1)
     if arguments.waits:
         print(waits())
-        return
-    if arguments.guard:
-        print(guard_times())
         return
     accelerators = ["cpu", "gpu"] if torch.cuda.is_available() else ["cpu"]
     rows: list[dict[str, Any]] = []

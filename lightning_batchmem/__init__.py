@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from lightning_batchmem.comparison import Comparison, Variant, compare
     from lightning_batchmem.find import find_batch_size, find_batch_size_of_loop
     from lightning_batchmem.memory_profiler import MemoryProfiler
-    from lightning_batchmem.oom_guard import OomGuard
     from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.plan.records import Line, MemoryModel, Trial
 
@@ -21,7 +20,6 @@ __all__ = [
     "Line",
     "MemoryModel",
     "MemoryProfiler",
-    "OomGuard",
     "Plan",
     "Trial",
     "Variant",
@@ -34,7 +32,6 @@ _NAMES = {
     "comparison": ("Comparison", "Variant", "compare"),
     "find": ("find_batch_size", "find_batch_size_of_loop"),
     "memory_profiler": ("MemoryProfiler",),
-    "oom_guard": ("OomGuard",),
     "plan.plan": ("Plan",),
     "plan.records": ("Line", "MemoryModel", "Trial"),
 }
@@ -53,4 +50,9 @@ def __getattr__(name: str) -> Any:
     for module, names in _NAMES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)
+    if name == "OomGuard":
+        # `from lightning_batchmem import OomGuard` hides the text of an AttributeError.
+        raise ImportError(
+            "OomGuard has left lightning_batchmem: copy examples/oom_guard.py of its repository."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,11 +9,13 @@ Example:
 
 from __future__ import annotations
 
+from typing import Any
+
 from pytorch_lightning import Callback
 
-from lightning_batchmem import batch_finder, callback_adder, memory_profiler, oom_guard
+from lightning_batchmem import batch_finder, callback_adder, memory_profiler
 
-__all__ = ["BatchFinder", "MemoryProfiler", "OomGuard"]
+__all__ = ["BatchFinder", "MemoryProfiler"]
 
 
 # mypy does not see that both classes ``Callback`` have the same code.
@@ -27,10 +29,14 @@ class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[
 
 
 # mypy does not see that both classes ``Callback`` have the same code.
-class OomGuard(oom_guard.OomGuard, Callback):  # type: ignore[misc]
-    """:class:`lightning_batchmem.OomGuard` for a Trainer of ``pytorch_lightning``."""
-
-
-# mypy does not see that both classes ``Callback`` have the same code.
 class CallbackAdder(callback_adder.CallbackAdder, Callback):  # type: ignore[misc]
     """:class:`.callback_adder.CallbackAdder` for a Trainer of ``pytorch_lightning``."""
+
+
+def __getattr__(name: str) -> Any:
+    """Say where a name went that was here before."""
+    if name == "OomGuard":
+        raise ImportError(
+            "OomGuard has left lightning_batchmem: copy examples/oom_guard.py of its repository."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,7 +39,6 @@ QUICK = {
     "batch_sampler_as_sampler",
     "parts_that_own_something",
     "budget",
-    "guarded_against_out_of_memory",
 }
 # These cases have the steps of the package's own numbers, and the others only some of each kind.
 ALL_STEPS = {

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_batchmem import (
     BatchFinder,
     MemoryProfiler,
-    OomGuard,
     factory,
     find_batch_size_of_loop,
 )
@@ -53,7 +52,7 @@ def trained(tmp_path, net, *callbacks, loader=None, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(net, data(SAMPLES) if loader is None else loader)
-    ours = ("cannot", "MemoryProfiler", "BatchFinder", "OomGuard")
+    ours = ("cannot", "MemoryProfiler", "BatchFinder")
     texts = [str(one.message) for one in caught]
     left = [trainer.global_step, dict(net.state_dict()), torch.get_rng_state()]
     return left, [text for text in texts if any(word in text for word in ours)]
@@ -93,22 +92,18 @@ COLLATE = {
 
 
 @pytest.mark.filterwarnings(NESTED)
-@pytest.mark.parametrize("callback", [profiler, OomGuard])
 @pytest.mark.parametrize("collate", COLLATE)
-def test_nested_tensors(tmp_path, collate, callback):
+def test_nested_tensors(tmp_path, collate):
     loader = DataLoader(data(SAMPLES).dataset, batch_size=4, collate_fn=COLLATE[collate])
     without, _ = trained(tmp_path, OfParts, loader=loader)
-    made = callback()
+    made = profiler()
     left, texts = trained(tmp_path, OfParts, made, loader=loader)
     assert left[0] == STEPS
     assert_same(left, without, collate)
     (text,) = texts
-    if callback is OomGuard:
-        assert "the first dimension of its tensors is not the number of its samples" in text
-    else:
-        assert "The number of samples in a batch cannot be read: RuntimeError: " in text
-        # The loader has it.
-        assert made.summary.memory.batch_size == 4
+    assert "The number of samples in a batch cannot be read: RuntimeError: " in text
+    # The loader has it.
+    assert made.summary.memory.batch_size == 4
 
 
 @pytest.mark.filterwarnings(NESTED)
@@ -122,8 +117,8 @@ def test_nested_tensors_in_a_search(tmp_path):
 
     torch.manual_seed(0)
     net = Sized()
-    trainer = trainer_for(tmp_path, finder(), MemoryProfiler(csv=False), OomGuard())
-    with pytest.warns(UserWarning, match="OomGuard does nothing|cannot be read"):
+    trainer = trainer_for(tmp_path, finder(), MemoryProfiler(csv=False))
+    with pytest.warns(UserWarning, match="cannot be read"):
         trainer.fit(net)
     assert (net.batch_size, trainer.global_step) == (8, SAMPLES // 8)
 
@@ -463,7 +458,7 @@ def test_a_callback_that_hides_its_attributes(tmp_path):
         batch_size = 8
 
     without, _ = trained(tmp_path, Sized, Hidden(), loader=data(SAMPLES, 8))
-    for made in (profiler(), OomGuard(), finder()):
+    for made in (profiler(), finder()):
         left, texts = trained(tmp_path, Sized, Hidden(), made, loader=data(SAMPLES, 8))
         assert_same(left, without, type(made).__name__)
         assert len(texts) == len(set(texts))
@@ -478,8 +473,8 @@ class WithoutKey(Callback):
         self.started = True
 
     @property
-    def oom_splits(self):
-        raise LookupError("oom_splits")
+    def plan(self):
+        raise LookupError("plan")
 
 
 @pytest.mark.usefixtures("reads_here")
@@ -818,7 +813,7 @@ class WordlessError(RuntimeError):
 
 
 @pytest.mark.usefixtures("reads_here")
-@pytest.mark.parametrize("make", [profiler, OomGuard, finder])
+@pytest.mark.parametrize("make", [profiler, finder])
 def test_an_error_that_cannot_be_read_is_still_the_error(tmp_path, make):
     class Failing(Validated):
         batch_size = 8

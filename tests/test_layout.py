@@ -26,7 +26,6 @@ LEVELS = {
     "loop": 4,
     "profile": 5,
     "memory_profiler": 6,
-    "oom_guard": 6,
     "batch_finder": 6,
     "callback_adder": 6,
     "find": 7,
@@ -117,13 +116,13 @@ def count_tokens(path):
 
 def test_sizes():
     modules = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "_version.py"}
-    assert len(modules) <= 11, modules
+    assert len(modules) <= 10, modules
     assert len(list(PACKAGE.glob("*/__init__.py"))) <= 9
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
     # What belongs to the simulated GPU is apart: nobody needs it to read a search.
     simulated = [path for path in FILES if "simulated_gpu" in path.parts]
     assert sum(map(count_tokens, simulated)) <= 20_000
-    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 107_000
+    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 103_300
 
 
 # A reader keeps about ten fields in mind.

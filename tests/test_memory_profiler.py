@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, OomGuard, Plan
+from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
@@ -981,21 +981,14 @@ def test_allocations_that_failed_in_steps_that_went_on_are_counted(
     assert (text in capsys.readouterr().out) == (at_step < 6)
 
 
-@pytest.mark.parametrize("caught", [True, False])
 def test_the_allocation_that_ends_a_run_is_not_in_a_step_that_went_on(
-    tmp_path, device_memory, monkeypatch, caught
+    tmp_path, device_memory, monkeypatch
 ):
     monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
     profiler = MemoryProfiler()
-    callbacks = [OomGuard()] if caught else []
-    if caught:
-        # The guard tells of it itself.
-        device_memory.num_ooms = -1
-        monkeypatch.setattr(device_memory, "counters", lambda: {"num_ooms": device_memory.num_ooms})
-        callbacks.append(At(on_train_batch_start=lambda *_: setattr(device_memory, "num_ooms", 1)))
-    work = failing_allocation(device_memory, 9 if caught else 3, catches=False)
-    trainer = trainer_for(tmp_path, profiler, *callbacks, log_every_n_steps=50)
-    with nullcontext() if caught else pytest.raises(torch.cuda.OutOfMemoryError):
+    work = failing_allocation(device_memory, 3, catches=False)
+    trainer = trainer_for(tmp_path, profiler, log_every_n_steps=50)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
         trainer.fit(Net(work), data())
     assert profiler.summary.alerts == ()
 

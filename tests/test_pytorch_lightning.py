@@ -89,9 +89,9 @@ def test_a_resumed_run(contract, tmp_path):
 
 
 def test_the_callbacks_are_callbacks_of_the_package():
-    from lightning_batchmem.pytorch_lightning import BatchFinder, MemoryProfiler, OomGuard
+    from lightning_batchmem.pytorch_lightning import BatchFinder, MemoryProfiler
 
-    callbacks = (BatchFinder(objective="memory"), MemoryProfiler(), OomGuard())
+    callbacks = (BatchFinder(), MemoryProfiler())
     assert all(isinstance(callback, pl.Callback) for callback in callbacks)
 
 
@@ -101,18 +101,3 @@ def test_the_trainer_of_a_variant_is_that_of_the_package():
     for changed in (model, torch.compile(model)):
         trainer, *_ = make_trainer(lambda changed=changed: (changed, None), {"accelerator": "cpu"})
         assert type(trainer) is pl.Trainer
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:OomGuard. .* ran in .*parts")
-def test_steps_in_parts(contract, tmp_path):
-    for name in ("tests.helpers.lawful", "tests.helpers.guarded"):
-        with_other_package(name)
-    guarded = with_other_package("tests.test_oom_guard")
-    assert issubclass(guarded.Failing, pl.LightningModule)
-    guarded.test_a_step_in_parts_is_the_whole_step("mean")
-    guarded.test_values_are_logged_once_for_the_whole_batch(0, 0, "mean", tmp_path)
-    reason = "training_step steps the optimizers itself"
-    guarded.test_what_it_cannot_guard_is_a_warning(guarded.Manual, {}, reason)
-    reason = "on_before_backward of ReadsLoss gets the loss of the whole batch"
-    guarded.test_what_it_cannot_guard_is_a_warning(guarded.ReadsLoss, {}, reason)

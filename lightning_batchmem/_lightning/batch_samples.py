@@ -71,18 +71,6 @@ class BatchSamples:
             total += samples
         return total
 
-    def may_have(self, samples: int | None, number: int) -> bool:
-        """Whether the part of each loader in a batch of the training may have this many samples."""
-        of_loaders = self._loaders_of(0)
-        sizes = [one.size or 0 for one in of_loaders]
-        self._has_rows |= samples in sizes
-        if self._has_rows and samples is not None:
-            return samples <= max(sizes)
-        is_last = self._counter.batch_progress.is_last_batch
-        # A loader of single samples may have batches as samples.
-        sized = [one for one in of_loaders if one.size != 1]
-        return all(one.in_batch(number, is_last=is_last) in (None, samples) for one in sized)
-
     def _loaders_of(self, loader_number: int) -> list[_LoaderSamples]:
         """The loaders that have samples in a batch."""
         # Loaders may be requested again in each epoch.

@@ -92,10 +92,6 @@ def has_batch_norm(module: Module) -> bool:
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
-def is_single_device(trainer: Trainer) -> bool:
-    return _is_strategy(trainer, "SingleDeviceStrategy")
-
-
 def bucket_bytes(trainer: Trainer) -> int:
     """Bytes of the gradients that ranks exchange under DDP.
 

@@ -31,8 +31,9 @@ _SENTENCES = {
         " Read torch.cuda.max_memory_allocated(device) for another GPU."
     ),
     "failed": (
-        "Allocations failed {count} in steps that went on: these batches were skipped, or a"
-        " library took an algorithm with less memory. Use a smaller batch if they were skipped."
+        "Allocations failed {count} in steps that went on: these batches were skipped or ran in"
+        " parts, or a library took an algorithm with less memory. Use a smaller batch if they were"
+        " skipped."
     ),
     "data": (
         "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch"
@@ -79,7 +80,6 @@ class Alerts:
         stage: the stage of the run. A validation in a training is checked for its peak only.
         granularity_bytes: peaks of equal steps may differ by this much.
         planned_bytes: a plan fills the memory up to this limit on purpose.
-        has_guard: whether an OomGuard tells of allocations that failed.
     """
 
     def __init__(
@@ -89,14 +89,12 @@ class Alerts:
         *,
         granularity_bytes: int = 0,
         planned_bytes: int = 0,
-        has_guard: bool = False,
     ) -> None:
         # The sentence of each kind of alert.
         self.issued: dict[str, str] = {}
         self._warn = warn
         self._stage = stage
         self._planned_bytes = planned_bytes
-        self._has_guard = has_guard
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Times()
 
@@ -113,7 +111,7 @@ class Alerts:
         # What grows would fill the memory at a smaller size too.
         if limit_bytes and is_nearly_full and "leak" not in self.issued:
             self.issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
-        if (count := interval.reading.ooms or 0) and not self._has_guard:
+        if count := interval.reading.ooms:
             self.issue("failed", count=counted(count, "time"))
         # A device may work while its process waits, so a wait counts only with the utilization.
         if interval.reading.utilization is not None and interval.stage == self._stage:

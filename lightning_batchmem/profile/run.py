@@ -146,7 +146,6 @@ class Run:
                 stage,
                 granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
                 planned_bytes=0 if plan is None else plan.limit_bytes,
-                has_guard=recorder.steady.has_guard,
             ),
             csv,
         )
@@ -351,7 +350,7 @@ class Run:
         )
         flops = steady.flops
         fits = ""
-        # The size may not fit in a longer run, or without steps that a guard has split.
+        # The size may not fit in a longer run, or without the steps that were skipped.
         is_proven = not self._reader.last.ooms and not {"leak", "elsewhere"} & alerts.keys()
         if is_complete and self._plan is not None and is_proven:
             device = value_or_none("The device", device_name, trainer.strategy.root_device)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import attributes_of, error_text, value_or_none
+from lightning_batchmem.devices.foreign_values import error_text, value_or_none
 from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.tensors import has_own_tensors
 from lightning_batchmem.profile.flop_step import FlopStep
@@ -68,11 +67,6 @@ class SteadySteps:
                 self.flops = FlopStep(device, str(trainer.precision), options.peak_flops)
         self._to_measure = [one for one in (self.flops, self.modules) if one is not None]
         self._measured: ModuleStep | FlopStep | None = None
-        # An OomGuard counts in this attribute.
-        self._guards: list[Any] = [
-            one for one in callbacks_of(trainer) if "oom_splits" in attributes_of(one)
-        ]
-        self._splits_before = 0
         self._is_steady = False
         self._hooks = StepHooks()
         # Without a hook, the state is steady after the first step.
@@ -83,11 +77,6 @@ class SteadySteps:
             self.breakdown = value_or_none(
                 _BREAKDOWN, SteadyBreakdown, device_memory, device, module, self._optimizers
             )
-
-    @property
-    def has_guard(self) -> bool:
-        """Whether an OomGuard runs batches in parts."""
-        return bool(self._guards)
 
     def begin_epoch(self) -> None:
         """Compare at the next step what is trained: layers may have been unfrozen."""
@@ -134,10 +123,6 @@ class SteadySteps:
         measured = self._measured
         if measured is None:
             return False
-        if self._splits() != self._splits_before:
-            # It includes the attempt that failed.
-            self.drop()
-            return True
         self._measured = None
         measured.close()
         if compiled_frames() > 0:
@@ -193,7 +178,6 @@ class SteadySteps:
     def _begin_measurement(
         self, measurement: ModuleStep | FlopStep, module: LightningModule, batch: object
     ) -> None:
-        self._splits_before = self._splits()
         try:
             if compiled_frames() > 0:
                 measurement.refuse(_COMPILED)
@@ -212,11 +196,6 @@ class SteadySteps:
     def _refuse(self, measurement: ModuleStep | FlopStep, error: Exception) -> None:
         measurement.close()
         measurement.refuse(f"the step could not be measured ({error_text(error)})")
-
-    def _splits(self) -> int:
-        """Return how many batches an OomGuard has run in parts."""
-        counts = [attributes_of(guard).get("oom_splits") for guard in self._guards]
-        return sum(count for count in counts if isinstance(count, int))
 
     def _note_step(self, *_: object) -> None:
         """Begin the steady state after a step of an optimizer, and measure gradients in it."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks import overhead, search, simulated_cost, throughput
+from benchmarks import search, simulated_cost, throughput
 from benchmarks.common import ROOT, in_fresh_process
 from benchmarks.held_out_workloads import ALL_WORKLOADS
 from benchmarks.search import largest_that
@@ -156,12 +156,6 @@ def test_overhead_is_relative_to_memory_profiler(run):
     rows = rows_of(run("overhead --runs 1"))
     assert {row["log_every_n_steps"] for row in rows} == {"50", "1"}
     assert all(row["MemoryProfiler us"].endswith(" (1.00)") for row in rows)
-
-
-def test_overhead_of_the_guard(run, monkeypatch):
-    monkeypatch.setattr(overhead, "GUARDED_BATCHES", 40)
-    (row,) = rows_of(run("overhead --guard"))
-    assert float(row["batch, us"].replace(",", "")) > 0
 
 
 @pytest.mark.parametrize("start", [1, 100])

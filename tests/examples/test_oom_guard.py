@@ -1,6 +1,7 @@
 """The example that runs in parts what does not fit, on a CPU that acts as if it were full."""
 
 import gc
+import importlib
 import re
 import weakref
 from itertools import accumulate, pairwise
@@ -378,3 +379,12 @@ def test_a_search_sees_the_errors_itself(fit, fake_device):
     assert plans[0] == plans[1]
     assert "out_of_memory" in plans[0][1]
     assert guard.oom_splits == 0
+
+
+@pytest.mark.parametrize("package", ["lightning_batchmem", "lightning_batchmem.pytorch_lightning"])
+def test_the_old_name_says_where_it_went(package):
+    with pytest.raises(ImportError, match=r"copy examples/oom_guard\.py of its repository"):
+        exec(f"from {package} import OomGuard")
+    module = importlib.import_module(package)
+    assert "OomGuard" not in dir(module)
+    assert not hasattr(module, "Unknown")

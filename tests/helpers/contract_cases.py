@@ -46,7 +46,6 @@ from torch.utils.data import (
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_batchmem import OomGuard
 from tests.helpers.wrapped_optimizers import Lookahead
 
 # Every search of the contract ends with this size: max_batch_size bounds it, and memory does not.
@@ -145,20 +144,6 @@ class Net(LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Noisy(), batch_size=self.batch_size)
-
-
-class Splittable(Net):
-    """Only what parts of a batch can equal: no BatchNorm, metric or buffer that steps change."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.layers[1] = nn.LayerNorm(16)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = nn.functional.cross_entropy(self.layers(x), y)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
 
 
 class OfLookahead(Net):
@@ -900,8 +885,6 @@ class Case:
     # The hard-coded run makes its module with this function, or with `module` where it is None.
     hard_coded: Callable[[int], LightningModule] | None = None
     limited_by: str = "max_batch_size"
-    # Whether a callback reads the loss before backward.
-    loss_is_read: bool = True
 
 
 def given(make: Callable[[int], Any]) -> Callable[[int], dict[str, Any]]:
@@ -1136,9 +1119,6 @@ CASES = {
     ),
     "validation_within_epoch": Case(
         Net, trainer={"val_check_interval": 0.5, "num_sanity_val_steps": 0}
-    ),
-    "guarded_against_out_of_memory": Case(
-        Splittable, callbacks=lambda: [OomGuard()], loss_is_read=False
     ),
     "an_optimizer_in_a_wrapper": Case(OfLookahead),
     "limited_batches": Case(Net, trainer={"limit_train_batches": 3, "limit_val_batches": 2}),

@@ -47,12 +47,6 @@ for _hook in [name for name in dir(Callback) if name.startswith("on_")]:
     setattr(Recorder, _hook, lambda self, *arguments, hook=_hook: self.note(hook, *arguments))
 
 
-class RecorderWithoutLoss(Recorder):
-    """Does not read the loss before backward, with which an OomGuard does nothing."""
-
-    on_before_backward = Callback.on_before_backward
-
-
 def trainer_of(folder: Path, *callbacks: Callback | None, **arguments: Any) -> Trainer:
     """A trainer that logs to ``folder``, after the random numbers start anew."""
     seed_everything(3, verbose=False)
@@ -99,7 +93,7 @@ def outcome_of(
     *callbacks: Callback,
     **trainer_arguments: Any,
 ) -> dict[str, Any]:
-    recorder = Recorder() if case.loss_is_read else RecorderWithoutLoss()
+    recorder = Recorder()
     arguments = {
         "max_epochs": 2,
         **trainer_arguments,
