@@ -16,7 +16,6 @@ from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.attributes import AttributeState
 from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.sharded_modules import ShardedModules
-from lightning_batchmem.state.switches import Switches
 from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
 
 
@@ -36,9 +35,8 @@ def unfreeze(schedulers: Iterable[Any]) -> None:
 class Snapshot:
     """What the steps of a search may change, recorded once and restored in place.
 
-    These are the random states of the process, the switches of torch, and parameters, buffers,
-    gradients, flags, hooks and plain attributes of the objects below, also in the loaders and data
-    sets that they lead to.
+    These are the random states of the process, and parameters, buffers, gradients, flags, hooks and
+    plain attributes of the objects below, also in the loaders and data sets that they lead to.
 
     Args:
         modules: the modules.
@@ -57,7 +55,6 @@ class Snapshot:
         loaders: Sequence[object] = (),
     ) -> None:
         self._restore_random = record_random_states()
-        self._switches = Switches()
         self._sharded = ShardedModules()
         for module in modules:
             for name, parameter in module.named_parameters():
@@ -90,7 +87,7 @@ class Snapshot:
 
     def _restore(self) -> list[str]:
         try:
-            failed = [*self._switches.restore(), *self.attributes.restore(), *self._data.restore()]
+            failed = [*self.attributes.restore(), *self._data.restore()]
             self._sharded.restore(self.attributes.restored)
             for saved in self._tensors:
                 saved.restore_place()

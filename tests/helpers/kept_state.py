@@ -194,20 +194,6 @@ class Spawning(_Scaled):
         return np.random.default_rng(seed).random() + np.random.default_rng(other).random()
 
 
-class Switching(_Scaled):
-    """The first step sets switches of torch."""
-
-    def left(self) -> float:
-        is_first = torch.get_float32_matmul_precision() == "highest"
-        torch.set_float32_matmul_precision("high")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        return 5.0 if is_first else 1.0
-
-    def on_train_end(self) -> None:
-        torch.set_float32_matmul_precision("highest")
-        torch.use_deterministic_algorithms(False)
-
-
 class Collecting(_Scaled):
     """Adds to a set that was larger before, and uses its order."""
 
@@ -232,7 +218,6 @@ KEPT: dict[str, Case] = {
     ),
     "in a data set with a lock": Case(InGuardedData),
     "in sequences of seeds": Case(Spawning),
-    "in switches of torch": Case(Switching),
     "in a set": Case(Collecting),
 }
 
