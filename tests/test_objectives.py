@@ -102,7 +102,9 @@ def test_the_default_raises_the_size_to_one_and_a_half_times_that_of_the_project
         "24 samples: the training may end worse at a larger size, because the project has 16;"
         ' objective="memory" lifts this. Memory alone allows about 336 samples.'
     )
-    assert plan.warnings == ()
+    (warning,) = plan.warnings
+    assert warning.startswith("An optimizer step has 24 samples instead of 16 at the same learning")
+    assert 'objective="recipe" keeps your own size. For Adam, lr_scaling="sqrt"' in warning
 
 
 @pytest.mark.parametrize(
@@ -255,8 +257,10 @@ STALE = "but the training has 209 steps now, and not 313: its end is not reached
 def test_a_schedule_of_the_old_length_is_a_warning(search, device, make, warning):
     plan, _ = fits(Scheduled(device, law, 16, make=make), search)
     assert plan.batch_size == 24
-    assert len(plan.warnings) == bool(warning)
-    assert "".join(plan.warnings).startswith(warning)
+    rate, *others = plan.warnings
+    assert "samples instead of 16 at the same learning rate" in rate
+    assert len(others) == bool(warning)
+    assert "".join(others).startswith(warning)
 
 
 def test_a_schedule_of_batches_is_a_warning_under_accumulation(search, device):

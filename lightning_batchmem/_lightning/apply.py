@@ -28,7 +28,7 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.recipe import RAISED_RATIO, Epoch, Recipe, step_ratio
+from lightning_batchmem.plan.recipe import Epoch, Recipe
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -145,15 +145,12 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> Plan:
     before = plan.project_recipe
     if before is None:
         return replace(plan, recipe=recipe)
-    warnings = [*plan.warnings, *schedule_warnings(trainer, before, recipe)]
-    notes = [*plan.notes]
-    if note := learning_rate_note(before, recipe, plan.unit):
-        ratio = step_ratio(before, recipe)
-        if max(ratio, 1 / ratio) > RAISED_RATIO:
-            warnings.insert(0, note)
-        else:
-            notes.append(note)
-    return replace(plan, recipe=recipe, warnings=tuple(warnings), notes=tuple(notes))
+    warnings = [
+        learning_rate_note(before, recipe, plan.unit),
+        *plan.warnings,
+        *schedule_warnings(trainer, before, recipe),
+    ]
+    return replace(plan, recipe=recipe, warnings=tuple(filter(None, warnings)))
 
 
 def settings_in_batches(

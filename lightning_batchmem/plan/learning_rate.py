@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_batchmem.plan.options import LearningRateScaling
-from lightning_batchmem.plan.recipe import RAISED_RATIO, Recipe, step_ratio
+from lightning_batchmem.plan.recipe import Recipe, step_ratio
 from lightning_batchmem.plan.unit import Unit
 
 # Beyond this ratio of batch sizes the rules are untested.
@@ -44,7 +44,7 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
     step = "A batch" if after.counts_batches else "An optimizer step"
     text = f"{step} has {unit.step_size(size)} instead of {old_size:,} at the same learning rate"
     ratio = step_ratio(before, after)
-    if ratio > RAISED_RATIO:
+    if ratio > 1:
         text += ', so the training may end worse. objective="recipe" keeps your own size'
     listed = " and ".join(names)
     rule = _RULES.get(names[0])

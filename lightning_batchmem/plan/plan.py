@@ -30,8 +30,6 @@ class Plan:
         warnings: what the chosen size changes in the training, or what cannot go with it, a
             sentence each.
         notes: remarks on the search, a sentence each; those of its parts too.
-        speeds: the throughput at the size of the project and at the chosen one, timed beside each
-            other; empty where they were not compared.
         parameters: the number of parameters, which has to be the same before
             ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. Under
             FSDP1 it is that of the first rank's shard.
@@ -54,7 +52,6 @@ class Plan:
     project_recipe: Recipe | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    speeds: tuple[Speed, ...] = ()
     parameters: str = ""
     budget_name: str | None = None
     place: str = ""
@@ -114,6 +111,14 @@ class Plan:
         for a plan of an earlier version.
         """
         return self.chosen.largest_batch_size
+
+    @property
+    def speeds(self) -> tuple[Speed, ...]:
+        """The throughput at the size of the project and at the one that was found.
+
+        They were timed one after the other; empty where they were not compared.
+        """
+        return self.chosen.speeds
 
     @property
     def memory(self) -> MemoryModel | None:
@@ -224,6 +229,7 @@ _CHOSEN = {
     "reason": "reason",
     "fastest_batch_size": "fastest_batch_size",
     "largest_batch_size": "largest_batch_size",
+    "speeds": "speeds",
     "state": "state",
 }
 # Until version 0.5 these fields of the recipe stood beside them.

@@ -10,11 +10,10 @@ from typing import NamedTuple
 from lightning_batchmem.plan.unit import Unit
 
 RAISED_RATIO = 1.5
-"""By default the samples of a step are raised to at most this multiple of those of the project.
+"""By default the size is raised to at most this multiple of that of the project.
 
-More of them at an unchanged learning rate are the first thing that a plan warns of.
-
-Source: `python -m benchmarks.no_harm_rules`.
+Source: `python -m benchmarks.no_harm_rules`. At an unchanged rate the losses of 0 of 16 small
+trainings got worse by more than those of five seeds differ; at twice the size of 4 of 16.
 """
 
 # The rates of more groups of parameters are not listed.

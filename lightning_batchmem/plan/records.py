@@ -394,6 +394,8 @@ class Chosen:
             if no step was timed.
         largest_batch_size: the largest size that fits, as far as it is known: a size that passed a
             rehearsal, or one that is predicted to fit.
+        speeds: the throughput at the size of the project and at the one that was found, timed one
+            after the other; empty where they were not compared.
         state: the later state of the training that limits it, such as ``"with the layers that
             BackboneFinetuning unfreezes"``; empty: the one in which the training starts.
     """
@@ -405,6 +407,7 @@ class Chosen:
     is_verified: bool = True
     fastest_batch_size: int | None = None
     largest_batch_size: int | None = None
+    speeds: tuple[Speed, ...] = ()
     state: str = ""
 
 

@@ -30,9 +30,7 @@ class OwnSize:
     limits: SearchLimits
     ranks: Ranks
 
-    def compared(
-        self, chosen: Chosen, run: Callable[[NextSize], Trial]
-    ) -> tuple[Chosen, tuple[Speed, ...]]:
+    def compared(self, chosen: Chosen, run: Callable[[NextSize], Trial]) -> Chosen:
         """Compare the speeds of both sizes where both fit.
 
         By default the own size is taken if it is faster, and ``objective="throughput"`` leaves it
@@ -43,36 +41,37 @@ class OwnSize:
             run: runs a size on all ranks.
 
         Returns:
-            The size to train with, and both throughputs.
+            The size to train with, with both throughputs.
         """
         limits = self.limits
         own_size = limits.step.batch_size
         size = chosen.batch_size
         if own_size is None or own_size == size or self.program.training is None:
-            return chosen, ()
+            return chosen
         if own_size > min(chosen.largest_batch_size or size, limits.max_batch_size):
-            return chosen, ()
+            return chosen
         own = Speed(own_size, self._samples_per_second(own_size))
         other = Speed(size, self._samples_per_second(size))
         if not (own.samples_per_second and other.samples_per_second):
-            return chosen, ()
+            return chosen
+        chosen = replace(chosen, speeds=(own, other))
         objective = limits.options.objective
         if not takes_own_size(objective, own, other):
-            return chosen, (own, other)
+            return chosen
         trial = run(NextSize(own_size, "rehearsal"))
         if trial.outcome != "ok":
-            return chosen, (own, other)
+            return chosen
         unit = limits.unit
         how = "ran slower" if objective == "auto" else "did not run clearly faster"
         reason = f"{unit.size(own_size)}, the size of the project: {unit.size(size)} {how}."
-        taken = replace(chosen, batch_size=own_size, limited_by="throughput", reason=reason)
-        return taken, (own, other)
+        return replace(chosen, batch_size=own_size, limited_by="throughput", reason=reason)
 
     def notes_of_loss(self, batch_size: int) -> list[str]:
         """A sentence about a loss with which accumulation does not go, where it was begun."""
         accumulate = accumulated_batches(batch_size, self.limits)
         is_begun = accumulate > self.program.accumulate_grad_batches
-        if not is_begun or self.limits.steps_are_collective or batch_size < max(COPIES):
+        is_possible = not (self.limits.steps_are_collective or self.limits.options.budget)
+        if not (is_begun and is_possible) or batch_size < max(COPIES):
             return []
         losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
         return loss_notes(losses)

@@ -12,7 +12,7 @@ from lightning_batchmem.plan.own_size import slower_notes
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Speed, Trial, mib
+from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.earlier_plan import (
@@ -145,15 +145,14 @@ class BatchSizeSearch:
         if also_size is not None and also_size <= limits.max_batch_size:
             self._rehearse_too(also_size)
         own_size = OwnSize(program, self._runner, limits, self._ranks)
-        speeds: tuple[Speed, ...] = ()
         # The speeds of an earlier plan are of another run.
         if has_searched and has_real_times:
-            chosen, speeds = own_size.compared(chosen, self._run)
+            chosen = own_size.compared(chosen, self._run)
         of_growth: list[str] = []
         # What grows was measured in that other state, which needs most: a bank is full there.
         if found_plan is None:
             chosen, of_growth = self._with_growth(chosen)
-        warnings = slower_notes(speeds, chosen.batch_size, limits)
+        warnings = slower_notes(chosen.speeds, chosen.batch_size, limits)
         if has_real_times:
             warnings += own_size.notes_of_loss(chosen.batch_size)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
@@ -176,7 +175,6 @@ class BatchSizeSearch:
                 *of_limit,
                 *of_earlier_plan,
             ),
-            speeds=speeds,
             parameters=parameters,
             budget_name=limits.unit.budget_name,
         )

@@ -15,6 +15,7 @@ from lightning_batchmem.plan.limits import ProjectStep, SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import PHASES, Chosen, NextSize, SearchFailed, Trial
 from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.plan.sizes import size_range
@@ -140,7 +141,7 @@ class Driven:
             self.bounds.limit_bytes,
             device="abacus",
             notes=self.step.notes,
-            ranks=self.bounds.ranks,
+            recipe=Recipe(ranks=self.bounds.ranks),
             budget_name=self.bounds.unit.budget_name,
         )
 

@@ -48,7 +48,7 @@ WORSE = ', so the training may end worse. objective="recipe" keeps your own size
     [
         (("SGD",), 32, ""),
         ((), 64, ""),
-        (("SGD", "SGD"), 48, f'. For SGD, lr_scaling="linear" {RATE_BY} 1.5: {SEE}'),
+        (("SGD", "SGD"), 48, f'{WORSE}. For SGD, lr_scaling="linear" {RATE_BY} 1.5: {SEE}'),
         (("SGD",), 64, f'{WORSE}. For SGD, lr_scaling="linear" {RATE_BY} 2: {SEE}'),
         (
             ("Adam", "RMSprop"),
@@ -62,8 +62,8 @@ WORSE = ', so the training may end worse. objective="recipe" keeps your own size
             f'. For SGD, lr_scaling="linear" {RATE_BY} 0.09375 (untested beyond 8 times the'
             f" samples): {SEE}",
         ),
-        (("Lion",), 48, f". {NONE_KNOWN.format('Lion')}"),
-        (("NAdam", "Adamax"), 48, f". {NONE_KNOWN.format('NAdam and Adamax')}"),
+        (("Lion",), 48, f"{WORSE}. {NONE_KNOWN.format('Lion')}"),
+        (("NAdam", "Adamax"), 48, f"{WORSE}. {NONE_KNOWN.format('NAdam and Adamax')}"),
     ],
 )
 def test_note(names, effective, expected):
@@ -84,4 +84,4 @@ def test_there_is_no_note_where_the_project_changes_its_rate_itself():
 def test_where_the_project_steps_its_optimizers_batches_are_compared():
     before = Recipe(effective_batch_size=32, counts_batches=True, optimizer_names=("SGD",))
     note = learning_rate_note(before, replace(before, effective_batch_size=48), Unit())
-    assert note.startswith("A batch has 48 samples instead of 32 at the same learning rate. For")
+    assert note.startswith("A batch has 48 samples instead of 32 at the same learning rate, so")

@@ -53,16 +53,16 @@ RECIPES = any_of(
     learning_rate=st.none() | FINITE,
     trainer_settings=st.dictionaries(TEXT, WHOLE),
 )
+SPEEDS = st.lists(any_of(Speed, samples_per_second=st.floats(1, 1e9)), min_size=2, max_size=2).map(
+    tuple
+)
 NO_NOTES = {"notes": st.just(())}
 PLANS = any_of(
     Plan,
-    chosen=any_of(Chosen, **NO_NOTES),
+    chosen=any_of(Chosen, speeds=SPEEDS, **NO_NOTES),
     trials=st.lists(TRIALS, max_size=5).map(tuple),
     recipe=RECIPES,
     project_recipe=st.none() | RECIPES,
-    speeds=st.lists(
-        any_of(Speed, samples_per_second=st.floats(1, 1e9)), min_size=2, max_size=2
-    ).map(tuple),
 )
 PLAN = Plan(
     Chosen(
