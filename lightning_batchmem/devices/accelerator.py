@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import sys
@@ -15,6 +14,7 @@ import torch
 
 from lightning_batchmem.devices.base import MemoryStats, Utilization
 from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.garbage import Garbage
 from lightning_batchmem.devices.host import free_bytes_of_host
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
@@ -49,6 +49,8 @@ class AcceleratorMemory:
         # torch looks up the index of a device in each call, which takes some microseconds.
         self._device = device if device.index is None else device.index
         self._functions = functions
+        # The allocator counts each byte.
+        self._garbage = Garbage(noise_bytes=0)
 
     @property
     def has_expandable_segments(self) -> bool:
@@ -129,13 +131,7 @@ class AcceleratorMemory:
         The workspaces of cuBLAS, which lie in some of these segments, are freed too. A CUDA graph
         would still use the one of its recording, so they stay where there may be a graph.
         """
-        gc.collect()
-        self._functions.empty_cache()
-        if self._functions.is_initialized() and not self._may_have_graphs():
-            # The function is private in torch 2.5.1 to 2.14. The next matrix product makes a new
-            # workspace.
-            torch._C._cuda_clearCublasWorkspaces()
-            self._functions.empty_cache()
+        self._garbage.collect(self._empty_cache)
 
     def synchronize(self) -> None:
         self._functions.synchronize(self._device)
@@ -144,6 +140,16 @@ class AcceleratorMemory:
         """Return the event totals since the process started; empty before the device starts."""
         stats = self._functions.memory_stats_as_nested_dict(self._device)
         return {name: int(stats[name]) for name in _COUNTERS if name in stats}
+
+    def _empty_cache(self) -> int:
+        """Return the free segments, and the bytes that are in use after it."""
+        self._functions.empty_cache()
+        if self._functions.is_initialized() and not self._may_have_graphs():
+            # The function is private in torch 2.5.1 to 2.14. The next matrix product makes a new
+            # workspace.
+            torch._C._cuda_clearCublasWorkspaces()
+            self._functions.empty_cache()
+        return self.current().allocated_bytes
 
     def _may_have_graphs(self) -> bool:
         """Whether a CUDA graph may hold memory, which lies in a pool of its own."""

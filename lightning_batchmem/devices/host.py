@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import multiprocessing
 import os
 import sys
@@ -19,6 +18,7 @@ import psutil
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.cgroup import memory_headroom_bytes
 from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.garbage import Garbage
 
 if sys.platform != "win32":
     import resource
@@ -81,6 +81,7 @@ class HostMemory:
         # The file stays open, because every step writes to it.
         self._clear_refs = _open_clear_refs(files)
         self._statm: int | None = None
+        self._garbage = Garbage(self.granularity_bytes)
         self.can_reset_peak = self._clear_refs is not None
         if self._clear_refs is not None:
             # The file stays open, because opening it takes 15 µs.
@@ -132,14 +133,8 @@ class HostMemory:
         return nullcontext(False)
 
     def release_cached(self) -> None:
-        """Collect garbage, and return free blocks of the heap to the kernel.
-
-        Source: malloc_trim(3), which only glibc has.
-        """
-        gc.collect()
-        library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-        if hasattr(library, "malloc_trim"):
-            library.malloc_trim(0)
+        """Collect garbage, and return free blocks of the heap to the kernel."""
+        self._garbage.collect(self._trim)
 
     def synchronize(self) -> None:
         """Return at once: the host has no pending work."""
@@ -147,6 +142,16 @@ class HostMemory:
     def counters(self) -> dict[str, int]:
         """Return nothing: the kernel kills a process that runs out of memory."""
         return {}
+
+    def _trim(self) -> int:
+        """Return free blocks of the heap, and the resident set after it.
+
+        Source: malloc_trim(3), which only glibc has.
+        """
+        library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
+        return self._usage().resident_bytes
 
     def _usage(self) -> _Usage:
         usage = (
