@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
 
+from lightning_batchmem.batches import samples
 from lightning_batchmem.batches.loader_size import set_loader_batch_size
 from lightning_batchmem.batches.sample_bytes import without_views
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples
@@ -49,6 +50,39 @@ def test_samples_are_read_in_another_process_and_leave_no_trace():
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.equal(generator.get_state(), torch.Generator().get_state())
     assert not batch.is_shared()
+
+
+class OwnTensors(TensorDataset):
+    """It may have code of the user."""
+
+
+class OwnTensor(Tensor):
+    """It may have code of the user."""
+
+
+TENSORS = (torch.arange(600.0).reshape(100, 6),)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "needs_process"),
+    [
+        (TensorDataset(*TENSORS), None, False),
+        (TensorDataset(*TENSORS), torch.utils.data.default_convert, True),
+        (OwnTensors(*TENSORS), None, True),
+        (TensorDataset(TENSORS[0].as_subclass(OwnTensor)), None, True),
+    ],
+)
+def test_tensors_that_are_only_indexed_are_read_without_another_process(
+    dataset, collate_fn, needs_process, monkeypatch
+):
+    forks = []
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: forks.append(True) or fork())
+    probes = batches(dataset, collate_fn=collate_fn)
+    assert bool(forks) is needs_process
+    monkeypatch.setattr(samples, "default_collate", None)
+    of_worker = batches(dataset, collate_fn=collate_fn)
+    assert str(probes.batch(8)) == str(of_worker.batch(8))
 
 
 def test_a_stream_is_not_consumed():
