@@ -21,6 +21,13 @@ EVALUATION_STEPS = 2
 GROWTH_STEPS = 5
 """Equal steps where memory rises from step to step. Four equal rises are not an accident."""
 
+SHORT_TRAINING = 100
+SHORT_REHEARSAL = 10
+"""A training with fewer batches is short, and its rehearsals have at most this many full steps.
+
+Source: otherwise they have 7 to 25 and more, and would cost as much as such a training.
+"""
+
 DIFFERING_SHARE = 0.1
 """Peaks differ from this share of the highest on. Less is noise of the allocator."""
 
@@ -50,9 +57,18 @@ def rehearse(
         _run(meter, evaluation, batch_size, EVALUATION_STEPS)
         # The sanity check leaves workspaces of libraries, in a training too.
         meter.start_again()
-    with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
+    steady_steps = policy.steady_steps
+    most_steps = math.inf
+    # A rank may get more batches, and those that step together run as many steps.
+    if not on_any_rank(program.batches_in_training(batch_size) >= SHORT_TRAINING):
+        # The last batch follows, and a step of the next epoch.
+        most_steps = SHORT_REHEARSAL - 2
+        if not meter.device.reports_requested_bytes:
+            # Steps that count live bytes follow, and these may show what grows.
+            steady_steps = 1
+    with ConsecutiveSteps(meter, primary, batch_size, most_steps) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
-        steady = consecutive.run_steady(policy.steady_steps)
+        steady = consecutive.run_steady(steady_steps)
         # The micro batches of a step differ in any case: only the later ones have gradients.
         peaks_bytes = [max(call.peaks.peak_bytes for call in one.calls) for one in steady]
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)

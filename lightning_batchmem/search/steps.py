@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from contextlib import nullcontext
 
@@ -22,13 +23,27 @@ fp16 skips the first steps while it looks for its loss scale.
 """
 
 
-class ConsecutiveSteps:
-    """Steps of one kind and size that follow each other, between their begin and end."""
+COUNTED_STEPS = 2
+"""Steps in which live bytes are counted. The first finds everything else that the module holds."""
 
-    def __init__(self, meter: TrialMeter, steps: Steps, batch_size: int) -> None:
+
+class ConsecutiveSteps:
+    """Steps of one kind and size that follow each other, between their begin and end.
+
+    Args:
+        meter: reads them.
+        steps: their kind.
+        batch_size: samples in each batch.
+        most_steps: at most this many full steps are run; those that count live bytes always are.
+    """
+
+    def __init__(
+        self, meter: TrialMeter, steps: Steps, batch_size: int, most_steps: float = math.inf
+    ) -> None:
         self._meter = meter
         self._steps = steps
         self._batch_size = batch_size
+        self._steps_left = most_steps
         self._calls = 1
         # How often the program has run in these steps.
         self.num_calls = 0
@@ -54,7 +69,8 @@ class ConsecutiveSteps:
         waiting: set[int] = set()
         if self._steps.first_phase == "forward":
             waiting = {id(optimizer) for optimizer in meter.program.optimizers}
-        for number in range(MAX_WARMUP_STEPS):
+        # A steady step follows, and those that count live bytes.
+        for number in self._numbers(MAX_WARMUP_STEPS, spared=1 + COUNTED_STEPS):
             at_least = GRAPH_WARMUP_STEPS if meter.is_compiled else steps
             if number >= at_least and not waiting:
                 break
@@ -71,7 +87,7 @@ class ConsecutiveSteps:
 
     def run_others(self) -> None:
         """Run each other batch that a loader has formed itself once; their peaks count."""
-        for number in range(self._steps.num_other_batches):
+        for number in self._numbers(self._steps.num_other_batches, spared=COUNTED_STEPS):
             self._step(number, other_lengths=True)
 
     def run_timed(self, count: int, seconds: float) -> None:
@@ -91,7 +107,7 @@ class ConsecutiveSteps:
     def run_steady(self, count: int) -> list[StepReading]:
         """Run steps, every other one with batches of other lengths."""
         readings = []
-        for number in range(count):
+        for number in self._numbers(count):
             is_other = number % 2 == 1
             readings.append(self._step(number, other_lengths=is_other, has_times=not is_other))
         return readings
@@ -101,7 +117,7 @@ class ConsecutiveSteps:
         counter = self._meter.dispatch_counter()
         readings = []
         with counter or nullcontext():
-            for _ in range(count):
+            for _ in self._numbers(count):
                 readings.append(self._step(0, counter=counter))
         return readings
 
@@ -111,12 +127,15 @@ class ConsecutiveSteps:
         if counter is None:
             return []
         with counter:
-            # The first step only finds everything else that the module holds.
             readings = [self._step(0, has_peaks=False, counter=counter)]
             readings.append(self._step(0, counter=counter))
-            for number in range(self._steps.num_other_batches):
+            for number in self._numbers(self._steps.num_other_batches):
                 self._step(number, other_lengths=True, counter=counter)
         return readings
+
+    def _numbers(self, count: int, spared: int = 0) -> range:
+        """The numbers of steps: this many, as far as others are left besides those to spare."""
+        return range(int(min(count, self._steps_left - spared)))
 
     def _step(
         self,
@@ -128,6 +147,7 @@ class ConsecutiveSteps:
         counter: LiveStorages | None = None,
     ) -> StepReading:
         """Run one full step; the meter keeps its reading too."""
+        self._steps_left -= 1
         meter = self._meter
         steps = self._steps
         is_primary = steps is meter.program.primary

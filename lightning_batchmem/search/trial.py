@@ -31,7 +31,7 @@ from lightning_batchmem.search.readings import (
     phase_peak_bytes,
 )
 from lightning_batchmem.search.rehearsal import growth_over_epochs, rehearse
-from lightning_batchmem.search.steps import MAX_WARMUP_STEPS, ConsecutiveSteps
+from lightning_batchmem.search.steps import ConsecutiveSteps
 
 COMPARED_STEPS = 5
 """Steps of each of two sizes whose throughputs are compared. A single step is wrong by 35 %."""
@@ -276,9 +276,8 @@ class TrialRunner:
         notes = []
         if meter.has_idle_optimizer:
             notes.append(
-                f"An optimizer did not step in the first {MAX_WARMUP_STEPS} steps, so its state is"
-                " not part of the measured memory. Set a smaller max_batch_size to leave room for"
-                " it."
+                "An optimizer did not step in the first steps, so its state is not part of the"
+                " measured memory. Set a smaller max_batch_size to leave room for it."
             )
         if meter.live is None:
             notes.append(LIVE_BYTES_NOT_COUNTED)

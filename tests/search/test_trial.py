@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.search import rehearsal
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
 from tests.helpers.fake_program import FakeProgram
@@ -209,25 +210,35 @@ def test_an_error_that_a_steady_step_catches_itself_counts_as_a_retry(
     assert rehearsed(first)[0].outcome == "ok"
 
 
+@pytest.fixture
+def long_training(monkeypatch):
+    """A training of any length counts as long."""
+    monkeypatch.setattr(rehearsal, "SHORT_TRAINING", 0)
+
+
+class Scaling(Stepping):
+    """Skips its first optimizer steps, as a gradient scaler does."""
+
+    skipped = 4
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+        closure()
+        self.seen = getattr(self, "seen", 0) + 1
+        if self.seen > self.skipped:
+            optimizer.step()
+
+
+class NeverStepping(Scaling):
+    skipped = 10**6
+
+
+@pytest.mark.usefixtures("long_training")
 def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
-    class Scaling(Stepping):
-        """Skips its first optimizer steps, as a gradient scaler does."""
-
-        skipped = 4
-
-        def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
-            closure()
-            self.seen = getattr(self, "seen", 0) + 1
-            if self.seen > self.skipped:
-                optimizer.step()
-
     assert [trial.full_steps for trial in rehearsed(search(Scaling(device)))] == [10, 10]
-    never = Scaling(device)
-    never.skipped = 10**6
-    plan = search(never)
+    plan = search(NeverStepping(device))
     # 20 of these steps are the warm-up.
     assert [trial.full_steps for trial in rehearsed(plan)] == [25, 25]
-    assert any("An optimizer did not step in the first 20 steps" in note for note in plan.notes)
+    assert any("An optimizer did not step in the first steps" in note for note in plan.notes)
 
 
 def test_slow_steps_are_timed_less_often_than_quick_ones(search, device):
@@ -242,20 +253,33 @@ def test_slow_steps_are_timed_less_often_than_quick_ones(search, device):
     assert steps[8] > 4
 
 
+class Different(Stepping):
+    """Every other step needs less."""
+
+    def __init__(self, device_memory):
+        super().__init__(device_memory)
+        numbers = iter(range(10**6))
+
+        def use(size):
+            device_memory.use(law(size // (1 + next(numbers) % 2)))
+            device_memory.free()
+
+        self.use = use
+
+
+@pytest.mark.usefixtures("long_training")
 def test_steps_that_differ_at_random_are_repeated(search, device):
-    class Different(Stepping):
-        def __init__(self, device_memory):
-            super().__init__(device_memory)
-            numbers = iter(range(10**6))
-
-            def use(size):
-                device_memory.use(law(size // (1 + next(numbers) % 2)))
-                device_memory.free()
-
-            self.use = use
-
     passed = [t for t in rehearsed(search(Different(device))) if t.outcome == "ok"]
     assert {trial.full_steps for trial in passed} == {22}
+
+
+@pytest.mark.parametrize("kind", [Different, NeverStepping])
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_rehearsal_of_a_short_training_has_at_most_ten_steps(search, device, kind, is_host):
+    if is_host:
+        device.as_host()
+    plan = search(kind(device))
+    assert {trial.full_steps for trial in rehearsed(plan)} <= set(range(7, 11))
 
 
 def test_an_evaluation_ends_with_its_last_batch(search, device):
