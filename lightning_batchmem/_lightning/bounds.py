@@ -177,17 +177,21 @@ def training_bounds(
     elif project_size is not None and options.bounds_the_raise and not keeps_step:
         bounds.append((int(RAISED_RATIO * project_size), "recipe"))
     elif fewest and not keeps_step:
-        # A limit that is a number of batches does not depend on the batch size.
-        share = limit if isinstance(limit, float) else 1.0
+        batches = fewest * trainer.accumulate_grad_batches
+        reason: SizeLimit = "min_steps_per_epoch"
+        share: int | float = limit
+        if isinstance(limit, int):
+            # The number of batches is the same at each size, as long as the data have as many.
+            share = 1.0
+            if limit < batches:
+                batches = limit
+                reason = _reason_of_limit(trainer, "train")
         largest, _ = _bound(
-            "min_steps_per_epoch",
+            reason,
             loaders,
-            lambda size: (
-                limited_batches(loaders.batches(size, full_only=True), share)
-                >= fewest * trainer.accumulate_grad_batches
-            ),
+            lambda size: limited_batches(loaders.batches(size, full_only=True), share) >= batches,
         )
-        bounds.append((max(largest, smallest), "min_steps_per_epoch"))
+        bounds.append((max(largest, smallest), reason))
     return bounds
 
 
@@ -233,17 +237,22 @@ def _largest_budget(loaders: list[BudgetLoader], fits: Callable[[int], bool]) ->
     return low
 
 
+def _reason_of_limit(trainer: Trainer, stage: str) -> SizeLimit:
+    """The setting that has set ``limit_*_batches``."""
+    name = f"limit_{stage}_batches"
+    is_overfitting = getattr(trainer, name) == getattr(trainer, "overfit_batches", 0)
+    return cast("SizeLimit", "overfit_batches" if is_overfitting else name)
+
+
 def _limit_bound(trainer: Trainer, stage: str, loaders: StageLoaders) -> Bound:
     """The largest size that leaves a batch, which Lightning requires of a share of them."""
     limit = getattr(trainer, f"limit_{stage}_batches")
-    reason = (
-        f"limit_{stage}_batches" if isinstance(limit, float) and limit < 1 else "validation data"
-    )
-    if limit == getattr(trainer, "overfit_batches", 0):
-        reason = "overfit_batches"
+    reason = _reason_of_limit(trainer, stage)
+    if (isinstance(limit, int) or limit == 1) and reason != "overfit_batches":
+        reason = "validation data"
     followers = [loader for loader in loaders.sized if loader.follows and loader.batches(1) > 0]
     return _bound(
-        cast("SizeLimit", reason),
+        reason,
         loaders,
         lambda size: all(limited_batches(loader.batches(size), limit) for loader in followers),
     )

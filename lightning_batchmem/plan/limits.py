@@ -17,8 +17,8 @@ _TEXTS: Mapping[str, str] = {
     "target_batch_size": "target_batch_size needs no more than {size} on a rank",
     "max_batch_size": "max_batch_size is {number}",
     "min_steps_per_epoch": (
-        "a larger size would leave an epoch fewer than {steps} optimizer steps"
-        " (min_steps_per_epoch)"
+        "a larger size would leave an epoch too few optimizer steps (min_steps_per_epoch is"
+        " {steps})"
     ),
     "recipe": (
         "the training may end worse at a larger size, because the project has {project};"

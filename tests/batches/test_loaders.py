@@ -274,7 +274,9 @@ def test_an_interval_of_time_does_not_bound_the_size():
         ({"min_steps_per_epoch": 2000}, {}, None, 2),
         ({}, {"accumulate_grad_batches": 4}, 2, 25),
         ({}, {"limit_train_batches": 0.5}, 2, 50),
-        ({}, {"limit_train_batches": 3}, 2, 100),
+        ({}, {"limit_train_batches": 10}, 2, 100),
+        ({}, {"limit_train_batches": 3}, 2, "limit_train_batches"),
+        ({}, {"limit_train_batches": 3, "overfit_batches": 3}, 2, "overfit_batches"),
         ({"min_steps_per_epoch": None}, {}, 2, None),
         ({"max_batch_size": 900}, {}, 2, None),
         ({"target_batch_size": 900}, {}, 2, None),
@@ -285,6 +287,10 @@ def test_an_epoch_keeps_optimizer_steps(arguments, settings, project_size, expec
     trainer = settings_of_trainer(**settings)
     bounds = training_bounds(trainer, one_loader(1000), None, options, SearchPolicy(), project_size)
     sizes = {reason: size for size, reason in bounds}
+    if isinstance(expected, str):
+        # With three batches an epoch has three steps up to 333 samples.
+        assert bounds[-1] == (333, expected)
+        expected = None
     assert sizes.get("min_steps_per_epoch") == expected
 
 
