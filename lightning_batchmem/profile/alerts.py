@@ -51,8 +51,8 @@ _LEAK_ADVICE = {"predict": "Pass return_predictions=False to predict, and keep n
 # The names in hooks and of loaders.
 _LOADERS = {"validate": "val"}
 _NEARLY_FULL_SHARE = 0.95
-# The wait for data is checked over the steps since the last check: at least this many steps, and
-# this many seconds.
+# The wait for data is checked over at least this many steps, and this many seconds, during the run
+# and in the conclusion.
 _MIN_WAITED_STEPS = 20
 _MIN_WAITED_SECONDS = 10.0
 # More than this share of the time has to pass before batches arrive.
@@ -154,10 +154,11 @@ class Alerts:
             self._warn(self.issued[kind])
 
 
-def conclusion(speed: RunSpeed, memory: RunMemory) -> str:
+def conclusion(speed: RunSpeed, memory: RunMemory, steps: int) -> str:
     """Return what limits a run, and what helps; empty where the numbers do not decide."""
-    is_busy = (speed.busy_percent or 0.0) >= _BUSY_PERCENT
-    wait_share = speed.data_wait_share or 0.0
+    is_enough = steps >= _MIN_WAITED_STEPS and steps * speed.step_seconds >= _MIN_WAITED_SECONDS
+    is_busy = is_enough and (speed.busy_percent or 0.0) >= _BUSY_PERCENT
+    wait_share = (speed.data_wait_share or 0.0) if is_enough else 0.0
     # The cores of a process may be busy with the making of its batches.
     is_host = speed.cores is not None
     if wait_share > _MAX_WAIT_SHARE and (is_host or not is_busy):

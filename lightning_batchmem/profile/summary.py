@@ -204,7 +204,7 @@ class Summary:
     @property
     def conclusion(self) -> str:
         """What limits the run, and what helps, in a line; empty where the numbers do not decide."""
-        return conclusion(self.speed, self.memory)
+        return conclusion(self.speed, self.memory, self.steps)
 
     def to_json(self) -> str:
         """Return the summary as JSON, for :meth:`from_json`."""

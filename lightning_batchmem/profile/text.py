@@ -201,7 +201,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
             " the allocator. Only that of the process includes it."
         )
     elif breakdown is None and memory.peak_bytes is not None:
-        yield f"No breakdown: {start} did not come, or could not be measured."
+        yield f"No breakdown: the run ended before {start}, or it could not be measured."
     elif breakdown is not None and breakdown.peak_bytes < (memory.peak_bytes or 0):
         yield f"The highest peak came before {start}; the breakdown is that of the steps after it."
     if breakdown is not None and breakdown.other_bytes < 0:

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.alerts import Alerts, LeakDetector
+from lightning_batchmem.profile.alerts import Alerts, LeakDetector, conclusion
 from lightning_batchmem.profile.step import DeviceReading, Interval, Step
 from lightning_batchmem.profile.step_memory import next_reading
+from lightning_batchmem.profile.summary import RunMemory, RunSpeed
 from tests.helpers.steps import interval
 
 GIB = 1024 * MIB
@@ -205,3 +206,11 @@ def test_a_validation_in_a_training_is_checked_for_its_peak():
     full = step(0, 4, GIB)._replace(stage="validate")
     rules.take(Interval([full], DeviceReading(GIB)))
     assert list(rules.issued) == ["nearly full"]
+
+
+@pytest.mark.parametrize(("steps", "is_enough"), [(1, False), (999, False), (1000, True)])
+def test_few_steps_or_seconds_decide_nothing(steps, is_enough):
+    # The same minimum as that of the alert: 20 steps, and 10 s.
+    speed = RunSpeed(0.01, None, data_wait_share=0.9, busy_percent=5.0, cores=1.0)
+    memory = RunMemory(None, 0, None, None, None)
+    assert bool(conclusion(speed, memory, steps)) is is_enough
