@@ -19,10 +19,19 @@ Source: 129 of the 130 searches of `python -m benchmarks.search` and `benchmarks
 """
 
 
+USUAL_RUNS = 5
+"""Three probes of the ladder, and two rehearsals; a search on a CPU has up to five probes."""
+
+
+def about_runs(number: int) -> str:
+    """The number of a run, and about how many a search has, which are never fewer."""
+    return f"run {number} of about {max(number, USUAL_RUNS)}"
+
+
 class SearchProgress(Progress):
     """A line with the time, and the trial and the step that run; it ends with the number of trials.
 
-    Without a terminal only ``start_text`` and this end are printed.
+    Without a terminal ``start_text``, a line for each size and this end are printed.
 
     Args:
         enabled: whether anything is shown.
@@ -78,16 +87,25 @@ class SearchProgress(Progress):
         if model is not None:
             predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
         self._trial = f"{rehearsal}size {probe.batch_size:,}{predicted}"
-        self._show(f"run {self._num_trials}, {self._trial}")
+        self._show(f"{about_runs(self._num_trials)}, {self._trial}")
 
     def begin_step(self) -> None:
         """Show that another step of the trial begins."""
         self._num_steps += 1
-        self._show(f"run {self._num_trials}, step {self._num_steps}, {self._trial}")
+        self._show(f"{about_runs(self._num_trials)}, step {self._num_steps}, {self._trial}")
 
     def measured(self, trial: Trial) -> None:
         measured = mib(trial.peak_bytes or trial.held_bytes)
-        self._show(f"run {self._num_trials}, measured {measured}, {self._trial}")
+        self._show(f"{about_runs(self._num_trials)}, measured {measured}, {self._trial}")
+        if not (self.disable or self.console.is_terminal or self.console.is_jupyter):
+            seconds = self.tasks[0].elapsed or 0.0
+            self.console.print(
+                f"BatchFinder: {seconds:.0f} s, {about_runs(self._num_trials)}: {self._trial}"
+                f" needs {measured}",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
 
     def _show(self, text: str) -> None:
         self.update(self._task, description=text)

@@ -52,14 +52,18 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
     last = "rehearsal of size 400, predicted 500.0 MiB"
     on_terminal = [
         "reading samples",
-        "run 1, size 2",
-        f"run 2, step 2, {last}",
-        f"run 2, measured 501.0 MiB, {last}",
+        "run 1 of about 5, size 2",
+        f"run 2 of about 5, step 2, {last}",
+        f"run 2 of about 5, measured 501.0 MiB, {last}",
     ]
     expected = []
     if enabled:
         # Without a terminal, the size that was tried last must not stand above the plan.
-        expected = [*on_terminal, "2 runs"] if terminal else ["2 runs"]
+        expected = (
+            [*on_terminal, "2 runs"]
+            if terminal
+            else [f"run 2 of about 5: {last} needs 501.0 MiB", "2 runs"]
+        )
     assert shown(console) == expected
     # A log file has a sentence from the start, so that a long search does not look like a hang.
     assert console.file.getvalue().startswith(START_TEXT) == (enabled and not terminal)
@@ -73,7 +77,9 @@ def test_step_and_time_are_visible_at_80_columns():
         for _ in range(1234):
             progress.begin_step()
         progress.refresh()
-    assert any(text.startswith("run 1, step 1234, rehearsal of size") for text in shown(console))
+    assert any(
+        text.startswith("run 1 of about 5, step 1234, rehearsal of size") for text in shown(console)
+    )
 
 
 def test_after_an_error_the_line_keeps_the_trial():
@@ -88,4 +94,4 @@ def test_after_an_error_the_line_keeps_the_trial():
 
     with pytest.raises(KeyError):
         fail_in_a_step()
-    assert shown(console) == ["run 1, step 1, size 1"]
+    assert shown(console) == ["run 1 of about 5, step 1, size 1"]
