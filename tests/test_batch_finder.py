@@ -298,7 +298,7 @@ def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_her
     module = RatedEvaluated(device)
     finder = BatchFinder(lr_scaling="linear", objective="memory")
     finder.device_memory = lambda _: device
-    trainer = quiet_trainer(finder, max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+    trainer = quiet_trainer(finder, max_epochs=1, limit_train_batches=10, limit_val_batches=1)
     plans = {}
     for number, stage in enumerate(stages):
         # Otherwise the second training would have no epoch.
