@@ -51,10 +51,11 @@ _LEAK_ADVICE = {"predict": "Pass return_predictions=False to predict, and keep n
 # The names in hooks and of loaders.
 _LOADERS = {"validate": "val"}
 _NEARLY_FULL_SHARE = 0.95
-# The wait for data is checked over at least this many steps, and this many seconds, during the run
-# and in the conclusion.
-_MIN_WAITED_STEPS = 20
-_MIN_WAITED_SECONDS = 10.0
+# The alert about data and each conclusion need at least this many steps and seconds. One step is
+# then at most a twentieth of them, as far as they are equal, and the utilization, which is read
+# once a second, has ten readings.
+_MIN_STEPS = 20
+_MIN_SECONDS = 10.0
 # More than this share of the time has to pass before batches arrive.
 _MAX_WAIT_SHARE = 0.5
 # A device that is busy for this part of the time does not wait.
@@ -137,7 +138,7 @@ class Alerts:
         self._waited.add(times)
         waited = self._waited
         seconds = waited.busy.seconds
-        if waited.steps < _MIN_WAITED_STEPS or seconds < _MIN_WAITED_SECONDS:
+        if waited.steps < _MIN_STEPS or seconds < _MIN_SECONDS:
             return
         self._waited = Times()
         share = waited.wait.per_second() or 0.0
@@ -156,9 +157,10 @@ class Alerts:
 
 def conclusion(speed: RunSpeed, memory: RunMemory, steps: int) -> str:
     """Return what limits a run, and what helps; empty where the numbers do not decide."""
-    is_enough = steps >= _MIN_WAITED_STEPS and steps * speed.step_seconds >= _MIN_WAITED_SECONDS
-    is_busy = is_enough and (speed.busy_percent or 0.0) >= _BUSY_PERCENT
-    wait_share = (speed.data_wait_share or 0.0) if is_enough else 0.0
+    if steps < _MIN_STEPS or steps * speed.step_seconds < _MIN_SECONDS:
+        return ""
+    is_busy = (speed.busy_percent or 0.0) >= _BUSY_PERCENT
+    wait_share = speed.data_wait_share or 0.0
     # The cores of a process may be busy with the making of its batches.
     is_host = speed.cores is not None
     if wait_share > _MAX_WAIT_SHARE and (is_host or not is_busy):

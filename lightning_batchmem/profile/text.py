@@ -192,6 +192,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
     """Yield what the table does not show, and why."""
     memory = summary.memory
     breakdown = memory.breakdown
+    stage = STAGES[summary.stage]
     start = "the first step after an optimizer step"
     if summary.stage != "train":
         start = "the second step"
@@ -201,7 +202,7 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
             " the allocator. Only that of the process includes it."
         )
     elif breakdown is None and memory.peak_bytes is not None:
-        yield f"No breakdown: the run ended before {start}, or it could not be measured."
+        yield f"No breakdown: the {stage} had too few steps for it, or it could not be measured."
     elif breakdown is not None and breakdown.peak_bytes < (memory.peak_bytes or 0):
         yield f"The highest peak came before {start}; the breakdown is that of the steps after it."
     if breakdown is not None and breakdown.other_bytes < 0:

@@ -208,9 +208,17 @@ def test_a_validation_in_a_training_is_checked_for_its_peak():
     assert list(rules.issued) == ["nearly full"]
 
 
-@pytest.mark.parametrize(("steps", "is_enough"), [(1, False), (999, False), (1000, True)])
-def test_few_steps_or_seconds_decide_nothing(steps, is_enough):
+@pytest.mark.parametrize(
+    ("steps", "seconds", "is_enough"),
+    [(1, 100.0, False), (19, 1.0, False), (999, 0.01, False), (1000, 0.01, True), (20, 0.5, True)],
+)
+@pytest.mark.parametrize(
+    ("wait_share", "busy_percent", "peak_bytes"), [(0.9, 5.0, 0), (0.1, 95.0, 0), (0.1, 5.0, 99)]
+)
+def test_few_steps_or_seconds_decide_nothing(
+    steps, seconds, is_enough, wait_share, busy_percent, peak_bytes
+):
     # The same minimum as that of the alert: 20 steps, and 10 s.
-    speed = RunSpeed(0.01, None, data_wait_share=0.9, busy_percent=5.0, cores=1.0)
-    memory = RunMemory(None, 0, None, None, None)
+    speed = RunSpeed(seconds, None, data_wait_share=wait_share, busy_percent=busy_percent, cores=1)
+    memory = RunMemory(peak_bytes, 0, None, None, 100)
     assert bool(conclusion(speed, memory, steps)) is is_enough

@@ -180,7 +180,7 @@ def test_every_part_with_its_share():
         (VALIDATION, ["Memory of a validation step (CPU)"], ["of the validation"]),
         (
             UNKNOWN,
-            ["No breakdown: the run ended before the first step after an optimizer step"],
+            ["No breakdown: the training had too few steps for it, or it could not be measured."],
             ["samples", "waiting"],
         ),
         (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
