@@ -21,6 +21,9 @@ from lightning_batchmem.plan.trials_so_far import TrialsSoFar
 NOTHING_FITS = "Nothing fits"
 """Each sentence about a search in which no size fits begins with these words."""
 
+USUAL_PROBES = 3
+"""Probes of most searches: two small sizes, and half of the size of the first rehearsal."""
+
 
 def decide(
     trials: Sequence[Trial], limits: SearchLimits, policy: SearchPolicy | None = None
@@ -92,6 +95,20 @@ def _project_does_not_fit(known: TrialsSoFar) -> str:
     failed = [t for t in known.failed if t.batch_size == limits.step.batch_size]
     why = failed[0].failure if failed else f"need more than the limit of {mib(limits.limit_bytes)}"
     return f"{size}, the size of the project, {why}"
+def runs_left(step: NextSize, trials: Sequence[Trial]) -> int:
+    """About how many runs follow this one: the other usual probes, and one rehearsal.
+
+    Example:
+        >>> runs_left(NextSize(2, "probe"), []), runs_left(NextSize(50, "rehearsal"), [])
+        (3, 0)
+    """
+    if step.kind == "rehearsal":
+        return 0
+    num_probes = sum(trial.kind == "probe" for trial in trials)
+    # Where there were more probes, a rehearsal is still left.
+    return max(1, USUAL_PROBES - num_probes)
+
+
 
 
 def _first_size(

@@ -9,23 +9,13 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from lightning_batchmem.plan.fit import fit_memory
-from lightning_batchmem.plan.printing import StandardOutput
+from lightning_batchmem.plan.printing import StandardOutput, printable
 from lightning_batchmem.plan.records import NextSize, Trial, counted, mib
+from lightning_batchmem.plan.rules import runs_left
+from lightning_batchmem.plan.unit import Unit
 
-START_TEXT = "BatchFinder: searching for a batch size (usually 2 to 60 s)."
-"""What is printed at the start of a search that is not shown on a terminal.
-
-Source: 129 of the 130 searches of `python -m benchmarks.search` and `benchmarks.throughput`
-"""
-
-
-USUAL_RUNS = 5
-"""Three probes of the ladder, and two rehearsals; a search on a CPU has up to five probes."""
-
-
-def about_runs(number: int) -> str:
-    """The number of a run, and about how many a search has, which are never fewer."""
-    return f"run {number} of about {max(number, USUAL_RUNS)}"
+START_TEXT = "BatchFinder: searching for a batch size."
+"""What is printed at the start of a search that is not shown on a terminal."""
 
 
 class SearchProgress(Progress):
@@ -52,13 +42,13 @@ class SearchProgress(Progress):
         self._task = self.add_task("reading samples", total=None)
         self._num_trials = 0
         self._num_steps = 0
+        # The number of the run, with about how many there are, and what it runs.
+        self._run = ""
         self._trial = ""
 
     def start(self) -> None:
         """Begin the line."""
-        console = self.console
-        if not (self.disable or console.is_terminal or console.is_jupyter):
-            console.print(self._start_text, highlight=False, soft_wrap=True)
+        self._print(self._start_text)
         super().start()
 
     def __exit__(
@@ -69,7 +59,7 @@ class SearchProgress(Progress):
     ) -> None:
         """End the line. After an error it keeps the trial in which the error occurred."""
         if exc_type is None:
-            self._show(counted(self._num_trials, "run"))
+            self.update(self._task, description=counted(self._num_trials, "run"))
         super().__exit__(exc_type, exc_val, exc_tb)
 
     def begin_trial(self, probe: NextSize, trials: Sequence[Trial]) -> None:
@@ -81,31 +71,37 @@ class SearchProgress(Progress):
         """
         self._num_trials += 1
         self._num_steps = 0
+        about = self._num_trials + runs_left(probe, trials)
+        self._run = f"run {self._num_trials} of about {about}"
         model = fit_memory(trials)
         predicted = ""
         rehearsal = "rehearsal of " * (probe.kind == "rehearsal")
         if model is not None:
             predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
         self._trial = f"{rehearsal}size {probe.batch_size:,}{predicted}"
-        self._show(f"{about_runs(self._num_trials)}, {self._trial}")
+        self._show()
 
     def begin_step(self) -> None:
         """Show that another step of the trial begins."""
         self._num_steps += 1
-        self._show(f"{about_runs(self._num_trials)}, step {self._num_steps}, {self._trial}")
+        self._show(f", step {self._num_steps}")
 
-    def measured(self, trial: Trial) -> None:
+    def measured(self, trial: Trial, unit: Unit) -> None:
+        """Show what a trial took, or why it failed, and keep that where there is no line."""
         measured = mib(trial.peak_bytes or trial.held_bytes)
-        self._show(f"{about_runs(self._num_trials)}, measured {measured}, {self._trial}")
-        if not (self.disable or self.console.is_terminal or self.console.is_jupyter):
-            seconds = self.tasks[0].elapsed or 0.0
-            self.console.print(
-                f"BatchFinder: {seconds:.0f} s, {about_runs(self._num_trials)}: {self._trial}"
-                f" needs {measured}",
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
+        self._show(f", measured {measured}")
+        rehearsal = ", rehearsal" * (trial.kind == "rehearsal")
+        verb = "takes" if unit.budget_name else "take"
+        result = f"{verb} {measured}" if trial.outcome == "ok" else printable(trial.failure)
+        self._print(
+            f"BatchFinder: {self.tasks[0].elapsed:.0f} s, {self._run}{rehearsal}:"
+            f" {unit.size(trial.batch_size)} {result}"
+        )
 
-    def _show(self, text: str) -> None:
-        self.update(self._task, description=text)
+    def _show(self, now: str = "") -> None:
+        self.update(self._task, description=f"{self._run}{now}, {self._trial}")
+
+    def _print(self, text: str) -> None:
+        """Print a text where no line is shown, such as in a log file."""
+        if not (self.disable or self.console.is_terminal or self.console.is_jupyter):
+            self.console.out(text, highlight=False)

@@ -269,7 +269,7 @@ class BatchSizeSearch:
             growth = self._runner.growth(own_trial, growths, self._limits)
             own_trial = replace(own_trial, growth=growth)
         trial = self._ranks.worst_of(own_trial)
-        self._progress.measured(trial)
+        self._progress.measured(trial, self._limits.unit)
         self._trials = (*self._trials, trial)
         return trial
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.records import Chosen, SearchFailed, Trial, mib
-from lightning_batchmem.plan.rules import decide
+from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
+from lightning_batchmem.plan.rules import decide, runs_left
 from tests.helpers.simulated_search import (
     LAWS,
     LIMIT,
@@ -608,3 +608,10 @@ def test_a_search_ends_whatever_happens(data, speed_at):
         return Trial(step.batch_size, outcome, phases, step.kind, samples_per_second=speed)
 
     drive(run, bounds)
+
+
+def test_about_as_many_runs_are_left_as_most_searches_have():
+    probes = [Trial(size, "ok", {}) for size in (2, 8, 40, 160, 640)]
+    left = [runs_left(NextSize(1000, "probe"), probes[:count]) for count in range(6)]
+    assert left == [3, 2, 1, 1, 1, 1]
+    assert runs_left(NextSize(1000, "rehearsal"), []) == 0

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from lightning_batchmem.plan.records import MIB, NextSize, Trial
+from lightning_batchmem.plan.unit import Unit
 from lightning_batchmem.search.progress import START_TEXT, SearchProgress
 
 
@@ -47,14 +48,14 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
         progress.begin_step()
         progress.begin_step()
         progress.refresh()
-        progress.measured(Trial(400, "ok", {"forward": 501 * MIB}))
+        progress.measured(Trial(400, "ok", {"forward": 501 * MIB}, "rehearsal"), Unit())
         progress.refresh()
     last = "rehearsal of size 400, predicted 500.0 MiB"
     on_terminal = [
         "reading samples",
-        "run 1 of about 5, size 2",
-        f"run 2 of about 5, step 2, {last}",
-        f"run 2 of about 5, measured 501.0 MiB, {last}",
+        "run 1 of about 4, size 2",
+        f"run 2 of about 2, step 2, {last}",
+        f"run 2 of about 2, measured 501.0 MiB, {last}",
     ]
     expected = []
     if enabled:
@@ -62,7 +63,7 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
         expected = (
             [*on_terminal, "2 runs"]
             if terminal
-            else [f"run 2 of about 5: {last} needs 501.0 MiB", "2 runs"]
+            else ["run 2 of about 2, rehearsal: 400 samples take 501.0 MiB", "2 runs"]
         )
     assert shown(console) == expected
     # A log file has a sentence from the start, so that a long search does not look like a hang.
@@ -78,7 +79,7 @@ def test_step_and_time_are_visible_at_80_columns():
             progress.begin_step()
         progress.refresh()
     assert any(
-        text.startswith("run 1 of about 5, step 1234, rehearsal of size") for text in shown(console)
+        text.startswith("run 1 of about 1, step 1234, rehearsal of size") for text in shown(console)
     )
 
 
@@ -94,4 +95,28 @@ def test_after_an_error_the_line_keeps_the_trial():
 
     with pytest.raises(KeyError):
         fail_in_a_step()
-    assert shown(console) == ["run 1 of about 5, step 1, size 1"]
+    assert shown(console) == ["run 1 of about 4, step 1, size 1"]
+
+
+@pytest.mark.parametrize(
+    ("trial", "unit", "text"),
+    [
+        (Trial(32, "ok", {"forward": 5 * MIB}), Unit(), ": 32 samples take 5.0 MiB"),
+        (
+            Trial(4096, "ok", {"forward": 5 * MIB}),
+            Unit("max_tokens"),
+            ": max_tokens 4,096 takes 5.0 MiB",
+        ),
+        (
+            Trial(8, "out_of_memory", {}, "rehearsal", error="No [/red] room.\nFree 1 GiB"),
+            Unit(),
+            ", rehearsal: 8 samples ran out of memory (No [/red] room. Free 1 GiB)",
+        ),
+    ],
+)
+def test_a_log_file_has_a_line_for_what_a_size_takes(trial, unit, text):
+    console = Console(file=io.StringIO(), force_terminal=False, width=20)
+    with SearchProgress(enabled=True, console=console) as progress:
+        progress.begin_trial(NextSize(trial.batch_size, "probe"), [])
+        progress.measured(trial, unit)
+        assert shown(console) == [f"run 1 of about 4{text}"]
