@@ -101,7 +101,7 @@ def test_the_epoch_keeps_its_steps(search, device):
     assert plan.limited_by == "min_steps_per_epoch"
     made = [len(within_budget(LENGTHS, plan.batch_size + more).batch_sampler) for more in (0, 64)]
     assert made[0] >= 40 > made[1]
-    assert "an epoch fewer than 40 optimizer steps (min_steps_per_epoch)" in plan.reason
+    assert "too few optimizer steps (min_steps_per_epoch is 40)" in plan.reason
 
 
 @pytest.mark.parametrize("kind", [Texts, Streamed])

@@ -155,20 +155,6 @@ def measure_breakdown(
     return breakdown if peak_bytes is None else breakdown.at_peak(peak_bytes)
 
 
-def elsewhere(module: Module, optimizers: Iterable[Optimizer], device: torch.device) -> str:
-    """Return what parameters, buffers and optimizer states take on other devices, as text."""
-    weights, trained = _trained(module, optimizers)
-    tensors = [*weights, *module.buffers(), *trained, *state_tensors(optimizers)]
-    # Optimizers count their steps in a number on the CPU.
-    tensors = [tensor for tensor in tensors if not is_lazy(tensor) and tensor.numel() > 1]
-    places = {part.device for tensor in tensors for part in plain_tensors(tensor)}
-    return ", ".join(
-        f"{mib(sum(_storage_bytes(tensors, place).values()))} on {place}"
-        for place in sorted(places, key=str)
-        if not is_on(place, device) and place.type != "meta"
-    )
-
-
 def gradient_bytes(module: Module, optimizers: Iterable[Optimizer], device: torch.device) -> int:
     """Return the bytes of the gradients that exist now on a device."""
     return sum(_storage_bytes(_gradients(*_trained(module, optimizers)), device).values())

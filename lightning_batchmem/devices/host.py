@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import multiprocessing
 import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,20 +170,6 @@ def _usage_in(statm: int) -> _Usage:
     numbers = map(int, os.pread(statm, 256, 0).split())
     size, resident, shared, _, _, data, *_ = numbers
     return _Usage(*(pages * resource.getpagesize() for pages in (size, resident, shared, data)))
-
-
-def workers_bytes() -> int:
-    """Return the bytes of the processes that this one started, without what they share.
-
-    These are the workers of loaders, and others that ``multiprocessing`` started. A reading takes
-    milliseconds for each, because the kernel counts all their pages.
-    """
-    total_bytes = 0
-    for child in multiprocessing.active_children():
-        # It may have ended since.
-        with suppress(psutil.NoSuchProcess):
-            total_bytes += psutil.Process(child.pid).memory_full_info().uss
-    return total_bytes
 
 
 def free_bytes_of_host() -> int:

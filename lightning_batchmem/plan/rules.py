@@ -95,6 +95,8 @@ def _project_does_not_fit(known: TrialsSoFar) -> str:
     failed = [t for t in known.failed if t.batch_size == limits.step.batch_size]
     why = failed[0].failure if failed else f"need more than the limit of {mib(limits.limit_bytes)}"
     return f"{size}, the size of the project, {why}"
+
+
 def runs_left(step: NextSize, trials: Sequence[Trial]) -> int:
     """About how many runs follow this one: the other usual probes, and one rehearsal.
 
@@ -107,8 +109,6 @@ def runs_left(step: NextSize, trials: Sequence[Trial]) -> int:
     num_probes = sum(trial.kind == "probe" for trial in trials)
     # Where there were more probes, a rehearsal is still left.
     return max(1, USUAL_PROBES - num_probes)
-
-
 
 
 def _first_size(

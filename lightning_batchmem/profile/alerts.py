@@ -26,10 +26,6 @@ _SENTENCES = {
         "The peak, {peak}, is above 95% of the limit of {limit}. Use a smaller"
         " batch, or recompute activations (torch.utils.checkpoint)."
     ),
-    "elsewhere": (
-        "Parameters, buffers and optimizer states take {places}, which is not part of this profile."
-        " Read torch.cuda.max_memory_allocated(device) for another GPU."
-    ),
     "failed": (
         "Allocations failed {count} in steps that went on: these batches were skipped or ran in"
         " parts, or a library took an algorithm with less memory. Use a smaller batch if they were"

@@ -12,7 +12,6 @@ from lightning_batchmem.devices.accelerator import cuda_joules
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
-from lightning_batchmem.devices.host import workers_bytes
 from lightning_batchmem.profile.step import DeviceReading
 
 
@@ -63,9 +62,6 @@ class DeviceReader:
         self.energy = EnergyMeter(device if device.type == "cuda" and self._utilization else None)
         # The events of a search before the run do not count.
         self._events_before = self._counters()
-        # The highest memory of the workers of loaders; None on a device, and without workers.
-        self.most_workers_bytes: int | None = None
-        self._next_workers = 0.0
         # A utilization begins with the reading before, so the first reading has none.
         self.last = DeviceReading(limit_bytes=self._limit_bytes())
         self._next_reading = time.monotonic()
@@ -75,8 +71,6 @@ class DeviceReader:
         if time.monotonic() < self._next_reading:
             return None
         self._next_reading = time.monotonic() + self.interval_seconds
-        if self.cores is not None:
-            self._read_workers()
         counters = self._counters()
         before = self._events_before
         events = {name: max(0, count - before.get(name, 0)) for name, count in counters.items()}
@@ -91,16 +85,6 @@ class DeviceReader:
             limit_bytes if is_fixed else None,
         )
         return self.last
-
-    def _read_workers(self) -> None:
-        """Read the memory of the workers, in at most a fiftieth of the time."""
-        begin = time.monotonic()
-        if begin < self._next_workers:
-            return
-        count_bytes = value_or_none("The memory of loader workers", workers_bytes) or 0
-        self.most_workers_bytes = max(self.most_workers_bytes or 0, count_bytes) or None
-        end = time.monotonic()
-        self._next_workers = end + 50 * (end - begin)
 
     def expire(self) -> None:
         """Read the device the next time, however young the last reading is."""

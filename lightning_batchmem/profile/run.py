@@ -187,10 +187,7 @@ class Run:
             self._snapshot.begin_step(self._recorder.clock.number)
         if not is_taken:
             return None
-        steady = self._recorder.steady
-        if places := steady.elsewhere():
-            self._takers.alerts.issue("elsewhere", places=places)
-        return steady
+        return self._recorder.steady
 
     def leave(self) -> None:
         """Note that the last step of an evaluation has ended, and what follows is no step."""
@@ -345,13 +342,12 @@ class Run:
             is_leak="leak" in alerts,
             limit_bytes=self._reader.last.limit_bytes,
             rank_peaks_bytes=rank_peaks_bytes,
-            workers_bytes=self._reader.most_workers_bytes,
             is_planned=self._reader.is_planned,
         )
         flops = steady.flops
         fits = ""
         # The size may not fit in a longer run, or without the steps that were skipped.
-        is_proven = not self._reader.last.ooms and not {"leak", "elsewhere"} & alerts.keys()
+        is_proven = not self._reader.last.ooms and "leak" not in alerts
         if is_complete and self._plan is not None and is_proven:
             device = value_or_none("The device", device_name, trainer.strategy.root_device)
             fits = fits_text(self._plan, memory, f"{device}", str(trainer.precision))

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.breakdown import (
     MemoryBreakdown,
-    elsewhere,
     gradient_bytes,
     measure_breakdown,
 )
@@ -116,10 +115,6 @@ class SteadyBreakdown:
         self._num_trained = _num_trained(self._module)
         if self._optimizers:
             value_or_none(PEAK, self.phases.start)
-
-    def elsewhere(self) -> str:
-        """Return what parameters and states take on other devices, as text."""
-        return elsewhere(self._module, self._optimizers, self._device)
 
     def add_gradients(self) -> None:
         """Measure the gradients after a step of an optimizer."""

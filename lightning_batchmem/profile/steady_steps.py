@@ -104,11 +104,6 @@ class SteadySteps:
             self._begin_measurement(self._to_measure.pop(), module, batch)
         return False
 
-    def elsewhere(self) -> str:
-        """Return what parameters and states take on other devices, as text."""
-        breakdown = self.breakdown
-        return "" if breakdown is None else value_or_none(_BREAKDOWN, breakdown.elsewhere) or ""
-
     def end(self, samples: int | None, peak_bytes: int | None) -> bool:
         """Use what was measured in this step, and return whether anything was.
 

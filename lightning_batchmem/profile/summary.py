@@ -38,8 +38,6 @@ class RunMemory:
         is_planned: whether the limit is that of a BatchFinder's plan.
         between_steps: the highest memory between two steps, as far as it was read there; None if it
             was not.
-        workers_bytes: on a CPU the highest memory of loader workers, without what they share
-            with this process; None without workers. It is not part of the peak.
     """
 
     peak_bytes: int | None
@@ -53,7 +51,6 @@ class RunMemory:
     graph_steps: int = 0
     is_planned: bool = False
     between_steps: PeakBetweenSteps | None = None
-    workers_bytes: int | None = None
 
     @classmethod
     def of(
@@ -66,7 +63,6 @@ class RunMemory:
         is_leak: bool,
         limit_bytes: int | None,
         rank_peaks_bytes: tuple[int, ...],
-        workers_bytes: int | None,
         is_planned: bool,
     ) -> RunMemory:
         """Return the memory of a run from its totals, and the totals of its validations."""
@@ -83,7 +79,6 @@ class RunMemory:
             totals.graph_steps,
             is_planned,
             between_steps,
-            workers_bytes,
         )
 
     @property

@@ -70,7 +70,6 @@ def _memory_table(memory: RunMemory) -> str:
     for name, beyond_bytes in (
         (str(memory.between_steps), memory.between_bytes or None),
         ("cached, unused", memory.cached_bytes),
-        ("loader workers", memory.workers_bytes),
         ("outside the allocator", None if breakdown is None else breakdown.outside_bytes),
     ):
         if beyond_bytes is not None:

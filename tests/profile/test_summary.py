@@ -129,7 +129,6 @@ def test_every_part_with_its_share():
         ),
         (with_speed(SUMMARY, first_step_seconds=4.5), ["12.5 ms (the first: 4.50 s), 1,234.5"], []),
         (with_speed(SUMMARY, first_step_seconds=0.0249), ["of 12.5 ms,"], ["the first:"]),
-        (with_memory(SUMMARY, workers_bytes=173 * MIB), ["| loader workers | 173.0 MiB | |"], []),
         # A hook may use more than any step.
         (
             with_memory(CUDA, between_steps=PeakBetweenSteps(2050 * MIB, 31)),
