@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,13 @@ from lightning_batchmem.plan.learning_rate import learning_rate_factor
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.recipe import Epoch, Recipe, rounded_step_note, short_step_note
+from lightning_batchmem.plan.recipe import (
+    Epoch,
+    Recipe,
+    longer_search_note,
+    rounded_step_note,
+    short_step_note,
+)
 from lightning_batchmem.plan.records import GROWTH_NOTE, mib
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import NOT_USED, parameters_text
@@ -136,6 +143,7 @@ class TrainerSearch:
         """
         # The path to the size may lead through a class, which is not restored.
         snapshot.keep(setting.place.keep())
+        begin = time.monotonic()
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         state = TrainingState(self.trainer, self.later)
         with self._progress() as progress, each_size_static():
@@ -148,7 +156,11 @@ class TrainerSearch:
         surprises = (GROWTH_NOTE, NOT_USED, LEFT_OUT)
         first = [note for note in plan.notes if any(words in note for words in surprises)]
         others = [note for note in plan.notes if note not in first]
-        notes = (*first, found.longest_sample_note, *others)
+        of_price = ""
+        if not self.is_simulated:
+            seconds = self.ranks.exchange(time.monotonic() - begin)[0]
+            of_price = longer_search_note(seconds, plan.training_seconds)
+        notes = (*first, found.longest_sample_note, *others, of_price)
         project_size = plan.project_batch_size
         reason = plan.reason
         if project_size is not None and plan.batch_size < project_size:

@@ -25,7 +25,10 @@ def memory_headroom_bytes(*, root: Path = _GROUPS, membership: Path = _MEMBERSHI
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
     """
-    rooms = (_headroom_bytes(group) for group in _groups("memory", root, membership))
+    rooms = [
+        value_or_none(f"The memory limit in {group}", _headroom_bytes, group)
+        for group in _groups("memory", root, membership)
+    ]
     return min((room for room in rooms if room is not None), default=None)
 
 
@@ -53,30 +56,22 @@ def _headroom_bytes(group: Path) -> int | None:
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
     texts = [_read(group / name) for name in names]
     # Version 2 writes "max" without a limit.
-    numbers = [_number(group, text) for text in texts if text not in ("", "max")]
-    limits = [number for number in numbers if number is not None and 0 <= number < _NO_LIMIT_BYTES]
+    numbers = [int(text) for text in texts if text not in ("", "max")]
+    limits = [number for number in numbers if 0 <= number < _NO_LIMIT_BYTES]
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
-    used_bytes = _number(group, used) if limits and used else None
-    if used_bytes is None:
+    if not (limits and used):
         return None
     words = [line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines()]
     statistics = {pair[0]: pair[1] for pair in words if len(pair) == 2}
     # In version 1, the value with total_ in its name includes the group's children.
     cached = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
-    return max(0, min(limits) - max(0, used_bytes - (_number(group, cached) or 0)))
-
-
-def _number(group: Path, text: str) -> int | None:
-    return value_or_none(f"A number of the memory in {group}", int, text)
+    return max(0, min(limits) - max(0, int(used) - int(cached)))
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
     """Directories of this process's groups and of their ancestors."""
     for line in _read(membership).splitlines():
-        entry = value_or_none("A control group of this process", _entry, line)
-        if entry is None:
-            continue
-        controllers, path = entry
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         # The line is that of version 2, which a hybrid host mounts below version 1.
         if controllers == "":
             bases = [root, root / "unified"]
@@ -93,11 +88,6 @@ def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
             # the base.
             for depth in range(len(parts), -1, -1):
                 yield base.joinpath(*parts[:depth])
-
-
-def _entry(line: str) -> tuple[str, str]:
-    _, controllers, path = line.split(":", 2)
-    return controllers, path
 
 
 def _read(path: Path) -> str:

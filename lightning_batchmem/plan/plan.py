@@ -173,6 +173,16 @@ class Plan:
         return self.recipe.ranks
 
     @property
+    def training_seconds(self) -> float | None:
+        """About how long the steps of the training take; ``None`` where it is not known."""
+        rehearsal = self._rehearsal()
+        steps = self.recipe.num_steps
+        if rehearsal is None or rehearsal.step_seconds is None or steps is None:
+            return None
+        batches = 1 if self.recipe.counts_batches else self.accumulate_grad_batches
+        return steps * batches * rehearsal.step_seconds
+
+    @property
     def accumulate_grad_batches(self) -> int:
         """Batches to an optimizer step."""
         return self.recipe.accumulate_grad_batches

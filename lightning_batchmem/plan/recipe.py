@@ -16,6 +16,9 @@ Source: `python -m benchmarks.no_harm_rules`. At an unchanged rate the losses of
 trainings got worse by more than those of five seeds differ; at twice the size of 4 of 16.
 """
 
+# Nobody minds a search of this time.
+_SHORT_SECONDS = 2.0
+
 # The rates of more groups of parameters are not listed.
 _MOST_RATES = 3
 
@@ -112,6 +115,16 @@ def rounded_step_note(after: Recipe, samples_per_step: int | None, whose: str, u
     return (
         f"An optimizer step has {unit.step_size(samples)}, not the {samples_per_step:,} of"
         f" {whose}: {after.accumulate_grad_batches:,} x {size:,}{on_ranks}."
+    )
+
+
+def longer_search_note(search_seconds: float, training_seconds: float | None) -> str:
+    """A sentence about a search that took longer than the training takes; empty for others."""
+    if training_seconds is None or search_seconds <= max(_SHORT_SECONDS, training_seconds):
+        return ""
+    return (
+        f"The search took {search_seconds:.0f} s, and the steps of the training take about"
+        f" {training_seconds:.0f} s. Write the size into your code to search no more."
     )
 
 

@@ -154,7 +154,6 @@ class Trial:
             is not known.
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
             without the making of its batch; ``None`` when none was completed.
-        fastest_step_seconds: the shortest of these times; ``None`` likewise.
         samples_per_second: throughput of this rank, from median steps; under gradient
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
@@ -180,7 +179,6 @@ class Trial:
     allocator_retries: int = 0
     largest_batch_bytes: int = 0
     step_seconds: float | None = None
-    fastest_step_seconds: float | None = None
     samples_per_second: float | None = None
     full_steps: int = 0
     samples_run: int = 0
@@ -280,7 +278,6 @@ class Trial:
             allocator_retries=max(trial.allocator_retries for trial in trials),
             largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
             step_seconds=_highest(trial.step_seconds for trial in trials),
-            fastest_step_seconds=_highest(trial.fastest_step_seconds for trial in trials),
             samples_per_second=min(
                 (t.samples_per_second for t in trials if t.samples_per_second is not None),
                 default=None,
@@ -372,12 +369,10 @@ class NextSize:
     Args:
         batch_size: the size in samples.
         kind: whether it is only measured, or rehearsed as in a training.
-        times_count: whether several steps of a probe are timed.
     """
 
     batch_size: int
     kind: TrialKind
-    times_count: bool = False
 
 
 @dataclass(frozen=True)

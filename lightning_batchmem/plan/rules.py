@@ -64,7 +64,7 @@ def decide(
     known = TrialsSoFar(trials, limits, policy)
     if not known.ran:
         if lowest < known.smallest_failed:
-            return NextSize(lowest, "probe", objective_of(limits.options).times_steps)
+            return NextSize(lowest, "probe")
         if known.holds_too_much:
             return _not_verified(known)
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
@@ -74,7 +74,7 @@ def decide(
     if not known.has_rehearsed:
         rung = objective.next_probe(known)
         if rung is not None:
-            return NextSize(rung, "probe", objective.times_steps)
+            return NextSize(rung, "probe")
     size = objective.next_rehearsal(known)
     if limits.step.may_keep and _is_below_project(known, size):
         return SearchFailed(_project_does_not_fit(known))
@@ -119,7 +119,7 @@ def _first_size(
         reason = f"{limits.unit.size(highest)}: {limits.largest_text}. Nothing was run."
         return Chosen(highest, "dataset", reason, is_verified=False)
     size = min(max(lowest, rounded(first, limits, up=True)), highest)
-    return NextSize(size, "probe", objective_of(limits.options).times_steps)
+    return NextSize(size, "probe")
 
 
 def _not_verified(known: TrialsSoFar) -> Chosen:

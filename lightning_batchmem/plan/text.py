@@ -15,14 +15,6 @@ if TYPE_CHECKING:
 
     from lightning_batchmem.plan.plan import Plan
 
-NOT_RESTORED = (
-    "the attributes of the objects that the search was given. Not restored: what steps change in"
-    " classes, functions, default arguments, global variables, caches, and behind weak references."
-)
-
-# The short text does not have these rows.
-_LONG_ROWS = ("line", "restored")
-
 # In columns.
 _WIDTH = 80
 _HEADINGS = ("run", "fits", "size", "tensors MiB", "process MiB", "ms")
@@ -53,7 +45,7 @@ def short_text(plan: Plan) -> str:
     more = "all sizes"
     if len(plan.notes) > 1:
         more += f", {counted(len(plan.notes) - 1, 'more note')}"
-    rows = [row for row in _rows(replace(plan, notes=plan.notes[:1])) if row[0] not in _LONG_ROWS]
+    rows = [row for row in _rows(replace(plan, notes=plan.notes[:1])) if row[0] != "line"]
     rows.append(("details", f"print the plan, or set verbose=True: {more}"))
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(rows)])
 
@@ -109,8 +101,6 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.reason:
         rows.append(("why", plan.reason))
     rows += [("note", note) for note in plan.notes]
-    if plan.trials:
-        rows.append(("restored", NOT_RESTORED))
     return rows
 
 

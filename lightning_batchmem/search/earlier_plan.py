@@ -183,7 +183,7 @@ def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tupl
     )
     earlier = [
         # Times of another process cannot be compared with those of this one.
-        replace(t, step_seconds=None, fastest_step_seconds=None, samples_per_second=None)
+        replace(t, step_seconds=None, samples_per_second=None)
         for t in plan.trials
         if (t.batch_size, t.kind) != (size, "rehearsal") and not plan.simulated
     ]

@@ -261,9 +261,7 @@ class BatchSizeSearch:
     def _run(self, step: NextSize) -> Trial:
         """Run a trial on all ranks, of which the worst counts."""
         self._progress.begin_trial(step, self._trials)
-        own_trial, growths = self._runner.run(
-            step.kind, step.batch_size, self._limits, times_count=step.times_count
-        )
+        own_trial, growths = self._runner.run(step.kind, step.batch_size, self._limits)
         if step.kind == "rehearsal":
             own_trial = self._with_later_state(own_trial)
             growth = self._runner.growth(own_trial, growths, self._limits)

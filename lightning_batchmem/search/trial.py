@@ -68,7 +68,7 @@ class TrialRunner:
         self._other_bytes = other_bytes_at_start(program, device)
 
     def run(
-        self, kind: TrialKind, batch_size: int, limits: SearchLimits, *, times_count: bool = False
+        self, kind: TrialKind, batch_size: int, limits: SearchLimits
     ) -> tuple[Trial, dict[Steps, Growth]]:
         """Run a trial from the state in which training starts, under the limit.
 
@@ -98,7 +98,7 @@ class TrialRunner:
                     on_any_rank = self._is_on_any_rank if is_collective else bool
                     rehearse(meter, self._policy, batch_size, on_any_rank)
                 else:
-                    self._probe(meter, batch_size, limits, times_count=times_count)
+                    self._probe(meter, batch_size, limits)
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
             if not is_out_of_memory(error) or is_collective:
@@ -231,16 +231,13 @@ class TrialRunner:
         finally:
             phases.unwatch()
 
-    def _probe(
-        self, meter: TrialMeter, batch_size: int, limits: SearchLimits, *, times_count: bool
-    ) -> None:
+    def _probe(self, meter: TrialMeter, batch_size: int, limits: SearchLimits) -> None:
         """Run a few steps and measure the peak of each phase."""
         policy = self._policy
+        times_count = objective_of(limits.options).times_steps
         num_timed = policy.timed_steps if times_count else 1
-        seconds = 0.0
         # The user's steps may exchange data between ranks, in later steps only.
-        if objective_of(limits.options).times_steps and self._ranks.size == 1:
-            seconds = policy.timed_seconds
+        seconds = policy.timed_seconds if times_count and self._ranks.size == 1 else 0.0
         for steps in (self._program.training, self._program.evaluation):
             if steps is None:
                 continue
@@ -303,7 +300,6 @@ class TrialRunner:
             allocator_retries=num_retries(readings),
             largest_batch_bytes=self._program.largest_batch_bytes,
             step_seconds=statistics.median(seconds.all) if seconds.all else None,
-            fastest_step_seconds=min(seconds.all, default=None),
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
             samples_run=num_samples(readings),

@@ -1,7 +1,7 @@
 """Attributes of the objects that a training program leads to, restored in place.
 
 The objects themselves stay, because a hook or a closure may hold a reference to them. What is no
-attribute of an instance is not restored: ``NOT_RESTORED`` in ``plan/text.py`` names it.
+attribute of an instance is not restored: ``docs/limits.md`` names it.
 """
 
 from __future__ import annotations

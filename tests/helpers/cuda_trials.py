@@ -40,7 +40,7 @@ class Twice:
             for _ in range(2):
                 trial, growths = isolated(runner, *arguments, **keywords)
                 # The clock of the stub is that of a shared machine.
-                times = {"step_seconds": None, "fastest_step_seconds": None}
+                times = {"step_seconds": None}
                 record = asdict(replace(trial, samples_per_second=None, **times))
                 after = counts()
                 record |= {name: after[name] - before[name] for name in COUNTERS}

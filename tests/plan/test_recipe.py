@@ -5,6 +5,7 @@ import pytest
 from lightning_batchmem.plan.recipe import (
     Epoch,
     Recipe,
+    longer_search_note,
     rounded_step_note,
     short_step_note,
     step_ratio,
@@ -137,3 +138,13 @@ def test_an_epoch_that_is_shorter_than_a_step_is_one_note():
     note = "An optimizer step takes 4 batches, but an epoch ends after 3, so the step has fewer."
     assert short_step_note(Recipe(8, 4), Epoch(3, 24)) == note
     assert short_step_note(Recipe(8, 4), Epoch(4, 32)) == ""
+
+
+def test_a_search_that_takes_longer_than_the_training_is_one_note():
+    assert longer_search_note(12.0, 3.0) == (
+        "The search took 12 s, and the steps of the training take about 3 s. Write the size into"
+        " your code to search no more."
+    )
+    assert longer_search_note(3.0, 12.0) == ""
+    assert longer_search_note(3.0, None) == ""
+    assert longer_search_note(2.0, 1.0) == ""
