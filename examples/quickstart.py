@@ -151,7 +151,7 @@ def main() -> None:
 
     profiler = MemoryProfiler()
     # The learning rate was chosen for batches of 4 samples, so it grows with the size.
-    finder = BatchFinder(memory_limit=limit, lr_scaling="sqrt")
+    finder = BatchFinder(objective="memory", memory_limit=limit, lr_scaling="sqrt")
     trainer = Trainer(
         devices=1,
         max_epochs=4,
