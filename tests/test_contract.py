@@ -59,7 +59,7 @@ assert ALL_STEPS < QUICK < CASES.keys()
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
 )
 def test_no_trace(name: str, tmp_path: Path) -> None:
-    finder = BatchFinder(**{"max_batch_size": SIZE, **CASES[name].finder}, objective="memory")
+    finder = BatchFinder(**{"objective": "memory", "max_batch_size": SIZE, **CASES[name].finder})
     if name not in ALL_STEPS:
         finder.policy = FAST
     searched = outcome_of(tmp_path / "searched", CASES[name], CASES[name].start, finder)

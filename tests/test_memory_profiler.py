@@ -861,7 +861,10 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     # The limit of 200 MiB is 0.2 GiB, rounded up.
     line = f"batch size {size} fits in 0.2 GiB (CPU, torch {torch.__version__.partition('+')[0]}"
     assert profiler.summary.fits == f"{line}, 32-true)"
-    assert profiler.summary.fits in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert profiler.summary.fits in printed
+    assert profiler.summary.training == finder.plan.training
+    assert f"Training: 3 steps of 3 -> {size} samples: " in printed
     (path,) = tmp_path.rglob("batch_plan.json")
     assert Plan.from_json(path.read_text()) == finder.plan
 

@@ -172,11 +172,13 @@ def training_bounds(
         bounds.append(interval_bound)
     fewest = options.least_steps_per_epoch
     smallest = max(project_size or 0, options.first_size(policy))
-    if project_size is not None and options.objective == "recipe" and not keeps_step:
-        bounds.append((project_size, "recipe"))
-    elif project_size is not None and options.bounds_the_raise and not keeps_step:
-        bounds.append((int(RAISED_RATIO * project_size), "recipe"))
-    elif fewest and not keeps_step:
+    is_kept = options.objective == "recipe"
+    if keeps_step:
+        return bounds
+    if project_size is not None and (is_kept or options.bounds_the_raise):
+        ratio = 1 if is_kept else RAISED_RATIO
+        bounds.append((int(ratio * project_size), "recipe"))
+    elif fewest:
         batches = fewest * trainer.accumulate_grad_batches
         reason: SizeLimit = "min_steps_per_epoch"
         share: int | float = limit

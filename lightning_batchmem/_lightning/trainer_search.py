@@ -262,9 +262,7 @@ class TrainerSearch:
         self, after: Recipe, before: Recipe, program: TrainerProgram, loaders: StageLoaders
     ) -> list[str]:
         """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
-        if after.batch_size is None or before.batch_size is None:
-            return []
-        if after.batch_size >= before.batch_size:
+        if (after.batch_size or 0) >= (before.batch_size or 0):
             return []
         if after.accumulate_grad_batches > before.accumulate_grad_batches:
             if has_batch_norm(program.module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,12 +93,6 @@ def _read(path: Path) -> str:
     try:
         # Names on Linux are bytes in any encoding.
         return os.fsdecode(path.read_bytes()).strip()
-    except OSError as error:
-        # With too many open files, a limit would be overlooked.
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-        # The file does not exist, or the group was removed while it was read.
-        return ""
-    except ValueError:
-        # No path has such a name.
+    # The file does not exist, the group was removed meanwhile, or no path has such a name.
+    except (OSError, ValueError):
         return ""

@@ -29,9 +29,6 @@ FRAGMENTED_RATIO = 1.15
 class SearchObjective(Protocol):
     """What a search looks for. All methods get the trials so far, of which at least one ran."""
 
-    times_steps: bool
-    """Whether the times of the steps of a probe decide something."""
-
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next size to probe; None if the rehearsals can begin."""
 
@@ -44,9 +41,6 @@ class SearchObjective(Protocol):
 
 class Largest:
     """The largest size that fits."""
-
-    # Single steps are timed, whose times vary too much.
-    times_steps = False
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next small size to probe; None if the lines of the probes are known.
@@ -120,8 +114,6 @@ class Largest:
 
 class Fastest:
     """The smallest size near the best throughput."""
-
-    times_steps = True
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next size to time: twice the last one, until throughput no longer rises."""

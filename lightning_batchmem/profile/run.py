@@ -363,6 +363,7 @@ class Run:
             None if flops is None else flops.rate(totals.times.samples.per_second()),
             tuple(alerts.values()),
             fits,
+            self._plan.training if self._plan is not None and stage == "train" else "",
         )
 
 

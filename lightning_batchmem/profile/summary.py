@@ -177,6 +177,8 @@ class Summary:
         fits: a line for a README or an issue, with the size of a BatchFinder's plan, the memory
             that it takes, and where; empty without a plan, after an error, and where allocations
             failed, memory grew or a part of it was not measured.
+        training: what a BatchFinder has changed in the training, as in ``Plan.training``; empty
+            without one.
     """
 
     device: str
@@ -188,6 +190,7 @@ class Summary:
     flops: FlopRate | None = None
     alerts: tuple[str, ...] = ()
     fits: str = ""
+    training: str = ""
 
     def __repr__(self) -> str:
         return f"<Summary of {headline(self)}>"

@@ -181,6 +181,8 @@ def _caption(summary: Summary) -> Iterator[str]:
     for measured in (summary.modules, flops):
         if measured is not None and measured.why_not:
             yield measured.why_not
+    if summary.training:
+        yield f"Training: {summary.training}"
     if summary.fits:
         yield summary.fits
     for alert in summary.alerts:

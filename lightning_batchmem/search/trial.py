@@ -12,7 +12,6 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Growth, Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
@@ -234,7 +233,7 @@ class TrialRunner:
     def _probe(self, meter: TrialMeter, batch_size: int, limits: SearchLimits) -> None:
         """Run a few steps and measure the peak of each phase."""
         policy = self._policy
-        times_count = objective_of(limits.options).times_steps
+        times_count = limits.options.objective == "throughput"
         num_timed = policy.timed_steps if times_count else 1
         # The user's steps may exchange data between ranks, in later steps only.
         seconds = policy.timed_seconds if times_count and self._ranks.size == 1 else 0.0

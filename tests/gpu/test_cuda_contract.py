@@ -106,7 +106,7 @@ def run(folder, name, size, finder):
 def test_no_trace(name, tmp_path):
     if is_cuda_stub() and name in NOT_ON_THE_STUB:
         pytest.skip(f"needs a real device: {NOT_ON_THE_STUB[name]}")
-    finder = BatchFinder(**{"max_batch_size": SIZE, **CASES[name].finder}, objective="memory")
+    finder = BatchFinder(**{"objective": "memory", "max_batch_size": SIZE, **CASES[name].finder})
     searched = run(tmp_path / "searched", name, CASES[name].start, finder)
     hard_coded = run(tmp_path / "hard", name, SIZE, None)
     assert (finder.plan.batch_size, finder.plan.limited_by) == (SIZE, CASES[name].limited_by)

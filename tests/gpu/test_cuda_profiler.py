@@ -87,23 +87,3 @@ def test_gradients_that_are_accumulated_are_not_kept(device, native, size_mib):
     assert 16 * MIB <= breakdown.gradients_bytes < 17 * MIB
     # The peak is in the last of 16 steps.
     assert breakdown.kept_bytes == 11 * size_mib * MIB
-
-
-class Offloads(BoringModel):
-    """Has a layer on the CPU, or on the GPU."""
-
-    def __init__(self, place):
-        super().__init__()
-        self.place = place
-        self.other = torch.nn.Linear(512, 512, bias=False)
-
-    def on_fit_start(self):
-        self.other.to(self.place)
-
-
-@pytest.mark.filterwarnings("ignore:MemoryProfiler. Parameters, buffers")
-@pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_parameters_on_another_device_are_one_warning(device, place, recwarn):
-    summary = profiled(Offloads(place)).summary
-    text = "optimizer states take 1.0 MiB on cpu, which is not part of this profile"
-    assert [text in alert for alert in summary.alerts] == ([True] if place == "cpu" else [])

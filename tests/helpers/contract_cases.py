@@ -1010,6 +1010,24 @@ CASES = {
     "target_batch_size": Case(
         onecycle, finder={"target_batch_size": 16}, follows={"accumulate_grad_batches": 2}
     ),
+    "recipe_in_fewer_batches": Case(
+        onecycle,
+        start=4,
+        trainer={
+            "accumulate_grad_batches": 2,
+            "limit_train_batches": 4,
+            "limit_val_batches": 4,
+            "val_check_interval": 2,
+        },
+        finder={"objective": "recipe", "max_batch_size": None},
+        follows={
+            "accumulate_grad_batches": 1,
+            "limit_train_batches": 2,
+            "limit_val_batches": 2,
+            "val_check_interval": 1,
+        },
+        limited_by="recipe",
+    ),
     "scaled_learning_rate": Case(
         onecycle,
         start=4,
