@@ -150,7 +150,8 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> Plan:
         *plan.warnings,
         *schedule_warnings(trainer, before, recipe),
     ]
-    return replace(plan, recipe=recipe, warnings=tuple(filter(None, warnings)))
+    # A resumed run has the warnings of its checkpoint.
+    return replace(plan, recipe=recipe, warnings=tuple(dict.fromkeys(filter(None, warnings))))
 
 
 def settings_in_batches(

@@ -175,12 +175,13 @@ class TrainerProgram(Program):
         self.restart(batch_size)
         callback = self._clean_start.search_callback
         callback.keep_loss()
-        training.begin(batch_size)
-        try:
-            training.make_copies(batch_size)
-            training.run()
-        finally:
-            training.end()
+        with self.without_synchronization():
+            training.begin(batch_size)
+            try:
+                training.make_copies(batch_size)
+                training.run()
+            finally:
+                training.end()
         return None if callback.loss is None else float(callback.loss)
 
     def without_synchronization(self) -> AbstractContextManager[None]:

@@ -199,7 +199,10 @@ class Program:
         """
 
     def loss_of_copies(self, batch_size: int) -> float | None:
-        """The loss of the first step on copies of one sample; ``None`` where it is not known."""
+        """The loss of the first step on copies of one sample; ``None`` where it is not known.
+
+        The step runs on this rank alone.
+        """
         return None
 
     def without_synchronization(self) -> AbstractContextManager[None]:

@@ -178,8 +178,7 @@ class TrialRunner:
         losses = []
         for batch_size in batch_sizes:
             measure = partial(self._program.loss_of_copies, batch_size)
-            with self._program.without_synchronization():
-                losses.append(value_or_none("The loss of copies of a sample", measure))
+            losses.append(value_or_none("The loss of copies of a sample", measure))
         return losses
 
     def calls_collectives(self, batch_size: int) -> bool:

@@ -305,7 +305,7 @@ def _run_case(case, directory, ranks):
         _devices.append(FakeDevice(available_bytes=budgets[rank] * MIB))
         _devices[0].is_host = case.get("is_shared", False)
     seed_everything(7, verbose=False)
-    options = {"min_steps_per_epoch": None, **case.get("finder", {})}
+    options = {"objective": "memory", "min_steps_per_epoch": None, **case.get("finder", {})}
     if case.get("unfreezes") == "later":
         options["later"] = case.get("later", unfreeze)
     # Only the first rank can read the file of the plan.
@@ -342,7 +342,7 @@ def _run_case(case, directory, ranks):
         data = DataLoader(data.dataset, batch_sampler=sampler)
     plan = None
     if "find" in case and case.get("search", True):
-        plan = find_batch_size(trainer, module, None, data, data, **options, objective="memory")
+        plan = find_batch_size(trainer, module, None, data, data, **options)
         data = DataLoader(rows, batch_size=plan.batch_size, shuffle=True)
     if case.get("entry") == "validate":
         trainer.validate(module, data, verbose=False)

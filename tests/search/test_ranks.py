@@ -76,6 +76,13 @@ TWO_RANKS = {
     "collectives": {"budgets": [400, 300], "collectives": True, "varies": 0},
     "collectives of an epoch": {"collectives_of_epoch": True, "varies": 0},
     "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear"}},
+    "own size": {"finder": {"objective": "auto", "min_steps_per_epoch": "auto"}, "batch_size": 8},
+    "own size does not fit on rank 1": {
+        "finder": {"objective": "auto", "min_steps_per_epoch": "auto"},
+        "budgets": [400, 250],
+        "batch_size": 160,
+        "trainer": {"limit_train_batches": 3, "max_steps": 2},
+    },
     "saves": {"budgets": [300, 250], "saves": True},
     "resumes": {"budgets": [300, 250], "resumes": True, "trainer": {"max_steps": 5}},
     "resumes as before": {
@@ -206,7 +213,7 @@ def test_what_only_one_rank_keeps_falls_at_the_end_of_an_epoch_of_all(seen, case
         "batches": batches,
         "falls_at_epoch_end": True,
         "has_predictions": False,
-        "batches_run": 12 if "training" in case else 9,
+        "batches_run": 8 if "training" in case else 9,
     }
     assert plan["verified"]
 
@@ -225,7 +232,7 @@ def same_plan(of_ranks):
         name
         for name, case in ALL.items()
         if case.get("budgets")
-        and name not in ("resumes", "resumes as before")
+        and name not in ("resumes", "resumes as before", "own size does not fit on rank 1")
         and not name.startswith("optional")
     ],
 )
@@ -245,7 +252,7 @@ def test_the_rank_with_the_least_memory_decides(seen, case):
 @pytest.mark.parametrize("case", ["shared memory", "shared memory of workers"])
 def test_the_ranks_of_a_machine_divide_memory_that_they_share(seen, case):
     plan = same_plan(seen[case])
-    assert plan["effective_batch_size"] == 2 * plan["batch_size"]
+    assert plan["recipe"]["effective_batch_size"] == 2 * plan["batch_size"]
     assert plan["limit_bytes"] == 400 / 2 * MIB
     assert LESS_THAN_LIMIT in " ".join(plan["notes"])
 
@@ -283,7 +290,8 @@ def test_exchanges_through_lightning_do_not_make_a_step_collective(seen):
 
 def test_ranks_take_as_many_collective_steps_when_only_one_repeats_them(seen):
     plan = same_plan(seen["collectives"])
-    assert plan["trials"][-1]["full_steps"] > 20
+    # Without repeated steps there are seven, and a short training has no more than ten.
+    assert plan["trials"][-1]["full_steps"] == 10
 
 
 def test_a_hook_of_an_epoch_that_needs_all_ranks_makes_steps_collective(seen):
@@ -293,10 +301,27 @@ def test_a_hook_of_an_epoch_that_needs_all_ranks_makes_steps_collective(seen):
 
 def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):
     plan = same_plan(seen["target"])
-    samples = plan["batch_size"] * 2 * plan["accumulate_grad_batches"]
-    assert samples == plan["effective_batch_size"] == 96
+    samples = plan["batch_size"] * 2 * plan["recipe"]["accumulate_grad_batches"]
+    assert samples == plan["recipe"]["effective_batch_size"] == 96
     # Before the search an optimizer step had 4 samples on each of 2 ranks.
-    assert plan["learning_rate"] == 96 / 8 * plan["learning_rate_before"]
+    assert plan["recipe"]["learning_rate"] == 96 / 8 * plan["project_recipe"]["learning_rate"]
+
+
+def test_by_default_all_ranks_raise_their_size_by_half(seen):
+    plan = same_plan(seen["own size"])
+    assert (plan["batch_size"], plan["limited_by"]) == (12, "recipe")
+    assert plan["training"].startswith(
+        "3 steps of 16 (2 ranks x 8) -> 24 (2 ranks x 12) samples: 1.5 times the samples"
+    )
+    own, chosen = plan["speeds"]
+    assert (own["batch_size"], chosen["batch_size"]) == (8, 12)
+
+
+def test_all_ranks_accumulate_where_the_own_size_does_not_fit_on_one_of_them(seen):
+    plan = same_plan(seen["own size does not fit on rank 1"])
+    assert (plan["batch_size"], plan["recipe"]["accumulate_grad_batches"]) == (80, 2)
+    assert plan["recipe"]["effective_batch_size"] == 320
+    assert plan["recipe"]["trainer_settings"] == {"limit_train_batches": 6}
 
 
 @pytest.mark.parametrize("case", ["resumes", "resumes as before"])
