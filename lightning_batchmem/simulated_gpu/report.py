@@ -28,7 +28,8 @@ def text_of(outcome: Outcome, context_bytes: int) -> str:
     plan = outcome.plan
     if plan is None:
         return _wrapped(f"simulated {outcome.gpu.name}: {outcome.nothing_fits or outcome.error}")
-    rows = [("memory", _memory(plan))]
+    rows = [("training", plan.training)] if plan.training else []
+    rows.append(("memory", _memory(plan)))
     size = plan.project_batch_size
     if size is not None:
         rows.append(("own size", f"batch size {size}: {_fit(plan, size)}"))
@@ -37,7 +38,7 @@ def text_of(outcome: Outcome, context_bytes: int) -> str:
         rows.append(("range", _range(plan, smallest)))
     rows += [
         ("assumed", _assumed(context_bytes)),
-        *[("note", note) for note in plan.notes],
+        *[("note", note) for note in (*plan.warnings, *plan.notes)],
         ("next", "search again on the GPU itself; nothing here ran on one"),
     ]
     lines = [_wrapped(f"  {name:<10}{text}", indent=12) for name, text in rows]

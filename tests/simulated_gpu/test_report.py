@@ -57,15 +57,19 @@ def outcome_of(**changes):
 
 
 def test_the_text_answers_both_questions():
-    plan = plan_of(notes=("A note.",))
+    recipes = (Recipe(16, 1, 1, 16, 100), Recipe(70, 1, 1, 70, 23))
+    plan = plan_of(notes=("A note.",), warnings=("A warning.",), project_recipe=recipes[0])
+    plan = replace(plan, recipe=recipes[1])
     text = text_of(Outcome(gpu_named("RTX-4090"), plan=plan), CONTEXT_BYTES)
     assert text.splitlines() == [
         "batch size 70 on a simulated RTX-4090, limited by memory, rehearsed on the",
         "  simulated GPU",
+        "  training  16 -> 70 samples a step, 100 -> 23 steps",
         "  memory    needs 20.3 of 22.0 GiB; 256.0 MiB a sample",
         "  own size  batch size 16: fits, 6.1 of 22.0 GiB",
         "  range     70 fits also if peaks on the real GPU are 8 % higher",
         "  assumed   300.0 MiB for the CUDA context; nothing else on the GPU",
+        "  note      A warning.",
         "  note      A note.",
         "  next      search again on the GPU itself; nothing here ran on one",
     ]
