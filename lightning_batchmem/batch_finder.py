@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -274,8 +275,16 @@ class BatchFinder(Callback):
                 is_budget=options.budget,
             )
             setting.check_budget()
+            earlier = self._plan_of_fit
+            if (
+                earlier is not None
+                and options.bounds_the_raise
+                and setting.at(earlier.place).size == earlier.batch_size
+            ):
+                # It is the size that an earlier fit has found, and would be raised once more.
+                options = replace(options, objective="recipe")
             # It begins with an exchange, so the other ranks end here too if one has failed.
-            search = self._search_in(trainer)
+            search = self._search_in(trainer, options)
             # A resumed run continues with it, without a search.
             saved_plan = None
             if run.checkpoint and self._search_on_resume is not True:
@@ -365,7 +374,9 @@ class BatchFinder(Callback):
             plan = None
             if setting.place.exists:
                 with run.ranks.fail_together():
-                    plan = self._search_in(trainer).evaluation(setting, project_snapshot(trainer))
+                    plan = self._search_in(trainer, options).evaluation(
+                        setting, project_snapshot(trainer)
+                    )
             if plan is None:
                 rank_zero_info(
                     f"BatchFinder leaves {source.hook} unchanged: no loader follows"
@@ -378,7 +389,7 @@ class BatchFinder(Callback):
             setting.write(plan.batch_size, also_logged=True)
             self._report(trainer, plan)
 
-    def _search_in(self, trainer: Trainer) -> TrainerSearch:
+    def _search_in(self, trainer: Trainer, options: SearchOptions) -> TrainerSearch:
         device = trainer.strategy.root_device
         device_memory = self.device_memory(device)
         if device_memory is None:
@@ -389,7 +400,7 @@ class BatchFinder(Callback):
         search = TrainerSearch(
             trainer,
             device_memory,
-            self.options,
+            options,
             self.policy,
             self._run.ranks,
             later=self.later,

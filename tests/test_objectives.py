@@ -158,6 +158,37 @@ def test_an_interval_of_validations_is_never_longer_than_an_epoch(search, device
     assert plan.recipe.trainer_settings == {"val_check_interval": 3}
 
 
+@pytest.mark.parametrize(
+    ("own_size", "options", "trainer", "found", "accumulate"),
+    [
+        # A search stays below 0.97 of what fills the limit, but the project runs at its size.
+        (370, DEFAULT, {}, 370, 1),
+        (370, RECIPE, {}, 370, 1),
+        # Two batches of 301 are next to a prime.
+        (601, DEFAULT, {}, 301, 2),
+        # The data have 5,000 samples.
+        (10_000, DEFAULT, {}, 352, 1),
+        (10_000, RECIPE, {}, 250, 40),
+        # Sizes that other arguments leave.
+        (600, {**RECIPE, "max_batch_size": 300}, {}, 300, 2),
+        (20, {**RECIPE, "multiple_of": 8}, {}, 8, 2),
+        (20, {**DEFAULT, "multiple_of": 16}, {}, 16, 1),
+        (8, {**DEFAULT, "multiple_of": 8}, {}, 8, 1),
+        (32, {**DEFAULT, "min_batch_size": 32}, {}, 48, 1),
+        (8, {**DEFAULT, "min_batch_size": 32}, {"accumulate_grad_batches": 2}, 32, 2),
+        # One sample may be a placeholder, and 16 of them are none.
+        (1, DEFAULT, {"accumulate_grad_batches": 16}, 16, 1),
+        (1, RECIPE, {}, 1, 1),
+    ],
+)
+def test_the_step_is_kept_as_far_as_the_arguments_allow(
+    search, device, own_size, options, trainer, found, accumulate
+):
+    plan, _ = fits(Project(device, law, own_size), search, options=options, **trainer)
+    assert (plan.batch_size, plan.accumulate_grad_batches) == (found, accumulate)
+    assert plan.verified
+
+
 @pytest.mark.parametrize("options", [DEFAULT, RECIPE])
 def test_batches_of_a_project_that_accumulates_are_joined(search, device, options):
     module = Project(device, law, 4)
@@ -334,6 +365,24 @@ def test_a_comparison_runs_five_steps_of_each_size_beside_each_other(search, dev
     assert [speed.batch_size for speed in plan.speeds] == [16, 24]
     assert all(speed.samples_per_second > 0 for speed in plan.speeds)
     assert "(yours)" in plan.short_text()
+
+
+@pytest.mark.parametrize(
+    ("own_size", "accumulate", "found"), [(16, 1, (24, 1)), (600, 1, (300, 2)), (4, 8, (32, 1))]
+)
+def test_a_second_fit_raises_the_size_no_further(fit, device, own_size, accumulate, found):
+    finder = BatchFinder()
+    module = Project(device, law, own_size)
+    arguments = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 16}
+    trainer = fit(module, finder, device, accumulate_grad_batches=accumulate, **arguments)
+    limits = []
+    for _ in range(2):
+        assert (module.batch_size, trainer.accumulate_grad_batches) == found
+        limits.append(trainer.limit_train_batches)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module)
+    # Settings are scaled once.
+    assert len(set(limits)) == 1
 
 
 def test_a_resumed_run_keeps_the_samples_of_a_step(fit, device, tmp_path):

@@ -10,11 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_batchmem._lightning.bounds import (
-    num_steps,
-    of_accumulation,
-    steps_are_batches,
-)
+from lightning_batchmem._lightning.bounds import num_steps, of_accumulation, steps_are_batches
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
@@ -87,10 +83,10 @@ def project_recipe(
     if followed.project_size is not None:
         of_rank = epoch.samples_of_step(followed.project_size, trainer.accumulate_grad_batches)
         effective_batch_size = of_rank * trainer.world_size
-    elif options.lr_scaling is not None:
+    elif options.lr_scaling is not None or options.objective == "recipe":
         raise ValueError(
-            f"`{followed.setting.name}` must be a positive whole number for lr_scaling. Set it to"
-            " the batch size that the learning rate was chosen for."
+            f"`{followed.setting.name}` must be a positive whole number for lr_scaling and"
+            ' objective="recipe". Set it to the batch size that the learning rate was chosen for.'
         )
     accumulate = trainer.accumulate_grad_batches
     return Recipe(
@@ -177,7 +173,7 @@ def settings_in_batches(
     for name in names:
         # A Trainer that validates by time, as lightning 2.6 can, does not have each of them.
         count = getattr(trainer, name, None)
-        if not isinstance(count, int) or isinstance(count, bool) or count == 0:
+        if not isinstance(count, int) or count == 0:
             continue
         settings[name] = of_accumulation(count, accumulate_grad_batches, before)
     is_in_epoch = trainer.check_val_every_n_epoch is not None

@@ -162,8 +162,10 @@ def training_bounds(
     # A Trainer that validates by time, as lightning 2.6 can, does not have this attribute.
     every = getattr(trainer, "val_check_interval", None)
     limit = trainer.limit_train_batches
-    # The interval goes with the accumulation.
-    if isinstance(every, int) and _must_fit_in_epoch(trainer) and not keeps_step:
+    if keeps_step:
+        # The samples of a step bound the size, and the interval goes with the accumulation.
+        return bounds
+    if isinstance(every, int) and _must_fit_in_epoch(trainer):
         interval_bound = _bound(
             "val_check_interval",
             loaders,
@@ -171,13 +173,12 @@ def training_bounds(
         )
         bounds.append(interval_bound)
     fewest = options.least_steps_per_epoch
+    # The smallest multiple may be larger than the size of the project.
     smallest = max(project_size or 0, options.first_size(policy))
-    is_kept = options.objective == "recipe"
-    if keeps_step:
-        return bounds
-    if project_size is not None and (is_kept or options.bounds_the_raise):
-        ratio = 1 if is_kept else RAISED_RATIO
-        bounds.append((int(ratio * project_size), "recipe"))
+    if project_size is not None and options.objective == "recipe":
+        bounds.append((project_size, "recipe"))
+    elif project_size is not None and options.bounds_the_raise:
+        bounds.append((max(int(RAISED_RATIO * project_size), smallest), "recipe"))
     elif fewest:
         batches = fewest * trainer.accumulate_grad_batches
         reason: SizeLimit = "min_steps_per_epoch"

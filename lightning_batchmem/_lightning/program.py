@@ -160,7 +160,7 @@ class TrainerProgram(Program):
 
     def accumulate(self, samples_per_step: int) -> None:
         self.samples_per_step = samples_per_step
-        if isinstance(self.later, TrainerProgram):
+        if self.later is not None:
             self.later.accumulate(samples_per_step)
 
     @property

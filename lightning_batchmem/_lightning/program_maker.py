@@ -121,9 +121,16 @@ class ProgramMaker:
             hook_of_epoch=state.begin_epoch,
         )
         validation_loaders = None if evaluation is None else evaluation.loaders
-        project_size = self._size_to_keep(followed)
-        may_accumulate = not why_not_accumulate(trainer, loaders, is_budget=setting.is_budget)
-        keeps_step = may_accumulate and self.options.keeps_step(trainer.accumulate_grad_batches)
+        project_size = followed.project_size
+        accumulate = trainer.accumulate_grad_batches
+        step_samples = (project_size or 0) * accumulate
+        is_kept = self.options.objective == "recipe" or setting.is_budget
+        if step_samples <= self.policy.first_size and not is_kept:
+            # It is a placeholder.
+            project_size = None
+        why_not = why_not_accumulate(trainer, loaders, is_budget=setting.is_budget)
+        may_accumulate = step_samples >= (self.options.min_batch_size or 1) and not why_not
+        keeps_step = may_accumulate and self.options.keeps_step(accumulate)
         bounds = training_bounds(
             trainer,
             loaders,
@@ -177,13 +184,6 @@ class ProgramMaker:
         return TrainerProgram(
             clean_start, setting, [setting.source], None, steps, bounds, loaders.set_sizes
         )
-
-    def _size_to_keep(self, followed: FollowedSetting) -> int | None:
-        """The size of the project; ``None`` where it is not known, or a placeholder."""
-        size = followed.project_size
-        if size is None or (size <= self._first_size and not followed.setting.is_budget):
-            return None
-        return size
 
     def _validation_steps(
         self, setting: BatchSizeSetting, clean_start: CleanStart

@@ -10,11 +10,9 @@ from lightning.pytorch import Trainer
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.recipe import Recipe
 
-# The attributes of torch's schedulers that are a number of steps.
-_LENGTHS = ("total_steps", "T_max", "total_iters")
-
-# Milestones of MultiStepLR and of SequentialLR. The second name is private in torch 2.5.1 to 2.14.
-_MILESTONES = ("milestones", "_milestones")
+# The attributes of torch's schedulers that are a number of steps, or several. Milestones are those
+# of MultiStepLR and of SequentialLR, whose name is private in torch 2.5.1 to 2.14.
+_LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 
 # Lengths that differ by at most this share are the same: an epoch may end with a part of a step.
 _SAME_SHARE = 0.1
@@ -42,7 +40,7 @@ def schedule_warnings(trainer: Trainer, before: Recipe, after: Recipe) -> list[s
                     f"{scheduler} has {name}={length:,}, {why}. Compute it in configure_optimizers"
                     " from trainer.estimated_stepping_batches."
                 )
-    return list(dict.fromkeys(warnings))
+    return warnings
 
 
 def _why_stale(steps: float, before: Recipe, after: Recipe) -> str:
@@ -52,10 +50,7 @@ def _why_stale(steps: float, before: Recipe, after: Recipe) -> str:
     training = f"but the training has {new:,} steps now, and not {old:,}"
     if new < (1 - _SAME_SHARE) * steps <= old:
         return f"{training}: its end is not reached"
-    if (
-        abs(steps - old) <= _SAME_SHARE * old < _SAME_SHARE * new
-        and steps < (1 - _SAME_SHARE) * new
-    ):
+    if abs(steps - old) <= _SAME_SHARE * old and steps < (1 - _SAME_SHARE) * new:
         return f"{training}: it ends too early"
     accumulate = after.accumulate_grad_batches
     is_in_batches = abs(steps - accumulate * new) <= _SAME_SHARE * steps
@@ -74,13 +69,10 @@ def _lengths(scheduler: Any) -> list[tuple[str, str, int]]:
         kind = type(part).__name__
         for name in _LENGTHS:
             length = getattr(part, name, None)
+            if isinstance(length, Iterable):
+                length = max(length, default=0)
             if isinstance(length, int):
-                found.append((kind, name, length))
-        for name in _MILESTONES:
-            milestones = getattr(part, name, None)
-            if isinstance(milestones, Iterable):
-                last = max(milestones, default=0)
-                found.append((kind, name.removeprefix("_"), last))
+                found.append((kind, name.removeprefix("_"), length))
     return found
 
 

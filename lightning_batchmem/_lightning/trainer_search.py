@@ -25,9 +25,7 @@ from lightning_batchmem._lightning.program_maker import ProgramMaker
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import bucket_bytes, has_batch_norm, wrap_again
-from lightning_batchmem._lightning.trainer_state import (
-    weight_average_bytes,
-)
+from lightning_batchmem._lightning.trainer_state import weight_average_bytes
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.batches.loaders import StageLoaders
@@ -169,7 +167,7 @@ class TrainerSearch:
         return replace(
             plan,
             chosen=replace(plan.chosen, reason=reason),
-            notes=tuple(note for note in notes if note),
+            notes=tuple(filter(None, notes)),
         )
 
     def _search_in(
@@ -262,23 +260,21 @@ class TrainerSearch:
         self, after: Recipe, before: Recipe, program: TrainerProgram, loaders: StageLoaders
     ) -> list[str]:
         """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
+        if after.accumulate_grad_batches != before.accumulate_grad_batches:
+            text = (
+                f"BatchNorm normalizes each batch of {after.batch_size} by itself, and not the"
+                f" {before.batch_size} of your own size."
+            )
+            return [text] if has_batch_norm(program.module) else []
         if (after.batch_size or 0) >= (before.batch_size or 0):
             return []
-        if after.accumulate_grad_batches > before.accumulate_grad_batches:
-            if has_batch_norm(program.module):
-                return [
-                    f"BatchNorm normalizes each batch of {after.batch_size} by itself, and not the"
-                    f" {before.batch_size} of your own size."
-                ]
+        why = why_not_accumulate(self.trainer, loaders, is_budget=self.options.budget)
+        if not why or self.options.objective not in ("auto", "recipe"):
             return []
-        is_budget = self.options.budget
-        why = why_not_accumulate(self.trainer, loaders, is_budget=is_budget)
-        if why and self.options.objective in ("auto", "recipe"):
-            return [
-                f"Accumulation does not keep the {before.effective_batch_size:,} samples of a step,"
-                f" because {why}."
-            ]
-        return []
+        return [
+            f"Accumulation does not keep the {before.effective_batch_size:,} samples of a step,"
+            f" because {why}."
+        ]
 
     def _longest_sample_note(
         self, plan: Plan, project_size: int | None, program: TrainerProgram

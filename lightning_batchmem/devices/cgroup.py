@@ -43,10 +43,7 @@ def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
         for pair in (_read(group / "cpu.max").split(), version_1.split()):
             # Without a quota, version 2 has "max" and version 1 has -1.
             if len(pair) == 2 and pair[0] not in ("max", "-1"):
-                quota = value_or_none(
-                    f"The CPU quota in {group}", lambda pair: int(pair[0]) / int(pair[1]), pair
-                )
-                quotas += [] if quota is None else [quota]
+                quotas.append(int(pair[0]) / int(pair[1]))
     return min(quotas, default=None)
 
 

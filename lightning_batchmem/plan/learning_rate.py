@@ -8,9 +8,6 @@ from lightning_batchmem.plan.options import LearningRateScaling
 from lightning_batchmem.plan.recipe import Recipe, step_ratio
 from lightning_batchmem.plan.unit import Unit
 
-# Beyond this ratio of batch sizes the rules are untested.
-_TESTED_FACTOR = 8
-
 # Source: Goyal et al. 2017, arXiv 1706.02677, for SGD (with momentum too); Malladi et al. 2022,
 # arXiv 2205.10287, for Adam and RMSprop. AdamW is Adam where it decays nothing, and torch
 # multiplies its decay by the learning rate.
@@ -39,11 +36,11 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
     size = after.effective_batch_size
     names = list(dict.fromkeys(after.optimizer_names))
     is_kept = before.learning_rates == after.learning_rates
-    if old_size is None or size is None or old_size == size or not names or not is_kept:
+    ratio = step_ratio(before, after)
+    if ratio == 1 or not (old_size and size and names and is_kept):
         return ""
     step = "A batch" if after.counts_batches else "An optimizer step"
     text = f"{step} has {unit.step_size(size)} instead of {old_size:,} at the same learning rate"
-    ratio = step_ratio(before, after)
     if ratio > 1:
         text += ', so the training may end worse. objective="recipe" keeps your own size'
     listed = " and ".join(names)
@@ -51,10 +48,7 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
     if rule is None or any(_RULES.get(name) != rule for name in names):
         return f"{text}. No single rule is known for {listed}: tune the learning rate by hand."
     factor = learning_rate_factor(rule, size, old_size)
-    untested = ""
-    if max(ratio, 1 / ratio) > _TESTED_FACTOR:
-        untested = f" (untested beyond {_TESTED_FACTOR} times the {unit.budget_name or 'samples'})"
     return (
-        f'{text}. For {listed}, lr_scaling="{rule}" multiplies the rate by {factor:,.4g}{untested}:'
+        f'{text}. For {listed}, lr_scaling="{rule}" multiplies the rate by {factor:,.4g}:'
         ' see "Choosing a batch size" in the documentation.'
     )

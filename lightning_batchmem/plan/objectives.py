@@ -104,8 +104,8 @@ class Largest:
         largest_size = known.passed
         limits = known.limits
         is_bounded = limits.max_reason == "recipe" and largest_size == size_range(limits)[1]
-        # A line that hardly grows predicts no size.
-        if is_bounded and known.first_rehearsal_size < _MOST_PREDICTED:
+        # A single size, or a line that hardly grows, predicts no size.
+        if is_bounded and known.memory and known.first_rehearsal_size < _MOST_PREDICTED:
             of_any_step = replace(limits, step=ProjectStep())
             predicted = rounded(int(known.first_rehearsal_size), of_any_step)
             largest_size = max(largest_size, predicted)
@@ -228,7 +228,9 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
         reason = f"{limits.unit.size(size)}: {limits.largest_text}."
         if limits.step.kept_samples is not None and size < limits.max_batch_size:
             reason += " The batches of an optimizer step have equal sizes."
-        if largest_size > size:
+        if limited_by == "recipe" and known.first_rehearsal_size >= _MOST_PREDICTED:
+            reason += " Memory alone allows far more."
+        elif largest_size > size:
             reason += f" Memory alone allows about {limits.unit.size(largest_size)}."
         notes = _dropped_notes(known)
     else:

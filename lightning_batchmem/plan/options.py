@@ -139,17 +139,15 @@ class SearchOptions:
 
         An argument that asks for a larger size lifts this bound.
         """
-        asked = (self.max_batch_size, self.target_batch_size)
-        is_asked = any(size is not None for size in asked) or self.min_steps_per_epoch != "auto"
-        return self.objective == "auto" and not is_asked
+        asked = (self.max_batch_size, self.target_batch_size, self.min_steps_per_epoch)
+        return self.objective == "auto" and asked == (None, None, "auto")
 
     def keeps_step(self, accumulate_grad_batches: int) -> bool:
         """Whether the samples of an optimizer step of the project are kept from the first size on.
 
         Where the project accumulates, a larger batch has the same step in fewer batches.
         """
-        joins_batches = self.bounds_the_raise and accumulate_grad_batches > 1
-        return self.objective == "recipe" or joins_batches
+        return accumulate_grad_batches > 1 and (self.objective == "recipe" or self.bounds_the_raise)
 
     @property
     def least_steps_per_epoch(self) -> int | None:

@@ -179,8 +179,7 @@ class Plan:
         steps = self.recipe.num_steps
         if rehearsal is None or rehearsal.step_seconds is None or steps is None:
             return None
-        batches = 1 if self.recipe.counts_batches else self.accumulate_grad_batches
-        return steps * batches * rehearsal.step_seconds
+        return steps * self.accumulate_grad_batches * rehearsal.step_seconds
 
     @property
     def accumulate_grad_batches(self) -> int:

@@ -277,7 +277,9 @@ class Trial:
             without_gradients_bytes=max(trial.without_gradients_bytes for trial in trials),
             allocator_retries=max(trial.allocator_retries for trial in trials),
             largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
-            step_seconds=_highest(trial.step_seconds for trial in trials),
+            step_seconds=max(
+                (t.step_seconds for t in trials if t.step_seconds is not None), default=None
+            ),
             samples_per_second=min(
                 (t.samples_per_second for t in trials if t.samples_per_second is not None),
                 default=None,
@@ -306,10 +308,6 @@ class Speed:
 
     batch_size: int
     samples_per_second: float
-
-
-def _highest(seconds: Iterable[float | None]) -> float | None:
-    return max((value for value in seconds if value is not None), default=None)
 
 
 @dataclass(frozen=True)

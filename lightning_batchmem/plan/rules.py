@@ -15,7 +15,7 @@ from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
-from lightning_batchmem.plan.sizes import rounded, size_range
+from lightning_batchmem.plan.sizes import is_allowed, rounded, size_range
 from lightning_batchmem.plan.trials_so_far import TrialsSoFar
 
 NOTHING_FITS = "Nothing fits"
@@ -76,24 +76,24 @@ def decide(
         if rung is not None:
             return NextSize(rung, "probe")
     size = objective.next_rehearsal(known)
-    if limits.step.may_keep and _is_below_project(known, size):
-        return SearchFailed(_project_does_not_fit(known))
+    own_size = limits.step.batch_size or 0
+    if limits.step.may_keep and (known.passed if size is None else size) < own_size:
+        # The training runs at this size without a search, so it may be nearer to the limit.
+        may_fit = limits.catches_errors and own_size <= known.size_at_limit
+        if not (may_fit and is_allowed(own_size, limits)):
+            return SearchFailed(_project_does_not_fit(known))
+        size = own_size
     if size is not None:
         return NextSize(size, "rehearsal")
     return objective.choose(known)
 
 
-def _is_below_project(known: TrialsSoFar, next_size: int | None) -> bool:
-    """Whether this size, or the one that passed, is below the size of the project."""
-    size = known.passed if next_size is None else next_size
-    return size < (known.limits.step.batch_size or 0)
-
-
 def _project_does_not_fit(known: TrialsSoFar) -> str:
     limits = known.limits
     size = limits.unit.size(limits.step.batch_size or 0)
-    failed = [t for t in known.failed if t.batch_size == limits.step.batch_size]
-    why = failed[0].failure if failed else f"need more than the limit of {mib(limits.limit_bytes)}"
+    failures = (t.failure for t in known.failed if t.batch_size == limits.step.batch_size)
+    limit = mib(limits.limit_bytes)
+    why = next(failures, f"may need more than the limit of {limit} leaves for tensors")
     return f"{size}, the size of the project, {why}"
 
 
@@ -123,13 +123,16 @@ def _first_size(
 
 
 def _not_verified(known: TrialsSoFar) -> Chosen:
-    """The smallest size, whose tensors fit, although the process holds more than the limit."""
+    """A size whose process holds more than the limit, as at every size, although tensors fit."""
     limits = known.limits
     trial = known.trials[-1]
     size = trial.batch_size
+    if limits.step.may_keep:
+        # Another size would change the training, and save nothing.
+        size = limits.step.batch_size or size
     reason = (
-        f"{limits.unit.size(size)}, the smallest size allowed: its tensors fit, but the"
-        f" process took {mib(trial.held_bytes)}, more than the limit."
+        f"{limits.unit.size(size)}: tensors fit at {trial.batch_size}, but the process took"
+        f" {mib(trial.held_bytes)} there, more than the limit."
     )
     note = (
         f"The process takes more than the limit of {mib(limits.limit_bytes)} at every size."

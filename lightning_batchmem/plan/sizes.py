@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from lightning_batchmem.plan.limits import SearchLimits
@@ -89,6 +89,11 @@ def size_range(limits: SearchLimits) -> tuple[int, int]:
         while highest in limits.avoided_sizes and highest > lowest:
             highest -= 1
     return lowest, max(0, highest)
+
+
+def is_allowed(size: int, limits: SearchLimits) -> bool:
+    """Whether a training may have this size; the default rounding forbids none."""
+    return size == size_range(replace(limits, max_batch_size=size))[1]
 
 
 def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:

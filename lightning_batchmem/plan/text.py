@@ -141,10 +141,6 @@ def _known_sizes(plan: Plan) -> str:
         details.append(rehearsed)
     if fastest in speeds:
         details.append(f"{plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s")
-        if speeds.get(largest, 0.0) > 0 and largest != fastest:
-            ratio = f"{speeds[fastest] / speeds[largest]:.1f}"
-            if ratio != "1.0":
-                details.append(f"{ratio} times as many as at {plan.unit.number(largest)}")
     return (
         f"{text} · fastest {plan.unit.number(fastest)} ({', '.join(details)})" if details else text
     )

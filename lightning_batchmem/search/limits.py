@@ -145,6 +145,7 @@ def search_limits(
     limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes, expandable = of_ranks
     largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
     program.use_sample_sizes(sample_sizes)
+    unit = options.multiple_of or 1
     return SearchLimits(
         limit_bytes=min(limits),
         min_batch_size=options.min_batch_size or min(policy.first_size, largest),
@@ -157,10 +158,12 @@ def search_limits(
             kept_samples,
             may_keep=(
                 kept_samples is None
-                and options.objective == "auto"
+                and options.objective in ("auto", "recipe")
                 and program.may_accumulate
                 and project_size is not None
-                and project_size <= largest
+                and project_size <= largest // unit * unit
+                # About half of the size is the largest that can keep the step.
+                and (options.min_batch_size or 1) <= project_size // 2
             ),
         ),
         ranks=ranks.size,

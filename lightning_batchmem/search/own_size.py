@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.own_size import COPIES, loss_notes, takes_own_size
 from lightning_batchmem.plan.records import Chosen, NextSize, Speed, Trial
-from lightning_batchmem.plan.sizes import accumulated_batches
+from lightning_batchmem.plan.sizes import accumulated_batches, is_allowed
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.trial import TrialRunner
@@ -46,9 +46,8 @@ class OwnSize:
         limits = self.limits
         own_size = limits.step.batch_size
         size = chosen.batch_size
-        if own_size is None or own_size == size or self.program.training is None:
-            return chosen
-        if own_size > min(chosen.largest_batch_size or size, limits.max_batch_size):
+        largest = min(chosen.largest_batch_size or size, limits.max_batch_size)
+        if own_size in (None, size) or own_size > largest or not is_allowed(own_size, limits):
             return chosen
         own = Speed(own_size, self._samples_per_second(own_size))
         other = Speed(size, self._samples_per_second(size))

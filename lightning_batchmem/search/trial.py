@@ -175,11 +175,8 @@ class TrialRunner:
 
         A step on copies may be an error of the user's code, and its loss is not known then.
         """
-        losses = []
-        for batch_size in batch_sizes:
-            measure = partial(self._program.loss_of_copies, batch_size)
-            losses.append(value_or_none("The loss of copies of a sample", measure))
-        return losses
+        measure = self._program.loss_of_copies
+        return [value_or_none("The loss of copies of a sample", measure, n) for n in batch_sizes]
 
     def calls_collectives(self, batch_size: int) -> bool:
         """Whether the user's own steps exchange data between ranks.

@@ -200,7 +200,7 @@ def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):
         ),
         (
             {"batch_size": "32"},
-            r"`batch_size` must be a positive whole number for lr_scaling\. Set it to",
+            r"`batch_size` must be a positive whole number for lr_scaling and objective=",
         ),
     ],
 )

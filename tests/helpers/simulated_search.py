@@ -48,8 +48,8 @@ def limits(
     options = SearchOptions(
         multiple_of=multiple_of, target_batch_size=target_batch_size, objective=objective
     )
-    step = ProjectStep(kept_samples=target_batch_size)
-    return SearchLimits(limit, low, cap, "dataset", options, step, **more)
+    more.setdefault("step", ProjectStep(kept_samples=target_batch_size))
+    return SearchLimits(limit, low, cap, "dataset", options, **more)
 
 
 def peaks(law: Law, size: int) -> list[int]:

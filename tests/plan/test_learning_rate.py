@@ -53,14 +53,12 @@ WORSE = ', so the training may end worse. objective="recipe" keeps your own size
         (
             ("Adam", "RMSprop"),
             320_000,
-            f'{WORSE}. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100 (untested beyond 8'
-            f" times the samples): {SEE}",
+            f'{WORSE}. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100: {SEE}',
         ),
         (
             ("SGD",),
             3,
-            f'. For SGD, lr_scaling="linear" {RATE_BY} 0.09375 (untested beyond 8 times the'
-            f" samples): {SEE}",
+            f'. For SGD, lr_scaling="linear" {RATE_BY} 0.09375: {SEE}',
         ),
         (("Lion",), 48, f"{WORSE}. {NONE_KNOWN.format('Lion')}"),
         (("NAdam", "Adamax"), 48, f"{WORSE}. {NONE_KNOWN.format('NAdam and Adamax')}"),

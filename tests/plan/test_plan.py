@@ -286,8 +286,6 @@ def test_the_text_has_what_else_a_person_should_know():
 def test_the_seconds_of_a_training_are_those_of_its_steps():
     plan = replace(PLAN, recipe=Recipe(32, 4, num_steps=100))
     assert plan.training_seconds == pytest.approx(100 * 4 * 0.04)
-    of_batches = replace(PLAN, recipe=Recipe(32, 4, num_steps=100, counts_batches=True))
-    assert of_batches.training_seconds == pytest.approx(100 * 0.04)
     assert PLAN.training_seconds is None
 
 

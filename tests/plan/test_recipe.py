@@ -127,8 +127,7 @@ def test_a_step_that_is_missed_is_one_note(budget_name, size):
     after = Recipe(126, 2, 4)
     note = rounded_step_note(after, 1010, "target_batch_size", Unit(budget_name))
     assert note == (
-        f"An optimizer step has {size}, not the 1,010 of target_batch_size: 2 x 126 on each of 4"
-        " ranks."
+        f"An optimizer step has {size}, not the 1,010 of target_batch_size: 4 ranks x 2 x 126."
     )
     assert rounded_step_note(after, 1008, "target_batch_size", Unit(budget_name)) == ""
     assert rounded_step_note(after, None, "target_batch_size", Unit(budget_name)) == ""

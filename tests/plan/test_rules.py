@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.limits import ProjectStep
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide, runs_left
 from tests.helpers.simulated_search import (
@@ -172,6 +173,10 @@ def test_a_process_of_the_host_that_holds_too_much_at_every_size():
     assert (plan.batch_size, plan.verified) == (1, False)
     assert "the process took" in plan.reason
     assert "Raise memory_limit" in plan.notes[0]
+    # The size of the project stays, because another one would save nothing.
+    step = ProjectStep(32, may_keep=True)
+    own = drive(holding(LIMIT), limits(is_host=True, step=step, objective="auto")).plan
+    assert (own.batch_size, own.verified) == (32, False)
 
 
 def test_a_device_that_does_not_limit_the_size_gets_no_advice():
