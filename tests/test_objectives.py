@@ -407,6 +407,8 @@ def test_a_resumed_run_keeps_the_samples_of_a_step(fit, device, tmp_path):
         **arguments,
     )
     assert resumed.plan.training.startswith("600 (600 -> 2 x 300) samples a step")
+    # This Trainer has a limit, and that of the first run had none.
+    assert module.trainer.limit_train_batches == 4
     assert module.trainer.accumulate_grad_batches == 2
     assert sizes.seen == {300}
 

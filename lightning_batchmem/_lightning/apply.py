@@ -167,13 +167,12 @@ def settings_in_batches(
     """
     before = trainer.accumulate_grad_batches
     names = ["limit_train_batches", "val_check_interval"]
-    if follows_validation:
-        names.append("limit_val_batches")
+    names += ["limit_val_batches"] * follows_validation
     settings = {}
     for name in names:
         # A Trainer that validates by time, as lightning 2.6 can, does not have each of them.
         count = getattr(trainer, name, None)
-        if not isinstance(count, int) or count == 0:
+        if not (isinstance(count, int) and count):
             continue
         settings[name] = of_accumulation(count, accumulate_grad_batches, before)
     is_in_epoch = trainer.check_val_every_n_epoch is not None

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_batchmem._lightning.apply import settings_in_batches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.search.earlier_plan import changes_since
 
@@ -31,13 +32,12 @@ class CheckpointPlan:
     def continued(self, trainer: Trainer, target_batch_size: int | None) -> Plan:
         """The plan for the ranks of this Trainer; a warning has all changes."""
         plan = self.plan
+        settings = plan.recipe.trainer_settings
         batch_size = plan.batch_size
         ranks = trainer.world_size
         accumulate = trainer.accumulate_grad_batches
-        before = plan.project_recipe
-        has_changed = before is not None and (
-            plan.accumulate_grad_batches != before.accumulate_grad_batches
-        )
+        before = plan.project_recipe or plan.recipe
+        has_changed = plan.accumulate_grad_batches != before.accumulate_grad_batches
         if target_batch_size is not None or has_changed:
             accumulate = plan.accumulate_grad_batches
             if ranks != plan.ranks:
@@ -58,6 +58,13 @@ class CheckpointPlan:
             accumulate_grad_batches=accumulate,
             ranks=ranks,
             effective_batch_size=batch_size * accumulate * ranks,
+            # The Trainer may have other limits than that of the checkpoint.
+            trainer_settings=settings_in_batches(
+                trainer,
+                accumulate if target_batch_size is None else trainer.accumulate_grad_batches,
+                settings.get("val_check_interval", getattr(trainer, "val_check_interval", 0)),
+                follows_validation="limit_val_batches" in settings,
+            ),
         )
         return replace(plan, recipe=recipe)
 

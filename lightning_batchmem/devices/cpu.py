@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
@@ -77,19 +76,12 @@ def usable_cores() -> float:
 def waited_seconds(*, file: Path = _SCHEDULER) -> float:
     """Return the seconds in which this thread could run, but other work had the cores.
 
-    They are 0 where the kernel does not count them. They are 0 under a CPU quota too: some kernels
-    count the time without quota, which a training cannot use either.
+    They are 0 where the kernel does not count them. Some kernels also count the time in which a CPU
+    quota holds the thread back.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html (/proc/<pid>/schedstat)
     """
-    if _has_quota():
-        return 0.0
     try:
         return int(file.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-@functools.cache
-def _has_quota() -> bool:
-    return value_or_none("The CPU quota", cpu_quota_cores) is not None

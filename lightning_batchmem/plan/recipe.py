@@ -16,10 +16,6 @@ Source: `python -m benchmarks.no_harm_rules`. At an unchanged rate the losses of
 trainings got worse by more than those of five seeds differ; at twice the size of 4 of 16.
 """
 
-SAME_STEP_SHARE = 0.02
-"""Optimizer steps whose samples differ by at most this share are the same. Source: the samples of a
-prime size make no equal batches."""
-
 # Nobody minds a search of this time.
 _SHORT_SECONDS = 2.0
 
@@ -79,8 +75,8 @@ def step_ratio(before: Recipe, after: Recipe) -> float:
     """By how much the samples of a step grow; 1 where they are about the same, or not known."""
     if not before.effective_batch_size or not after.effective_batch_size:
         return 1.0
-    ratio = after.effective_batch_size / before.effective_batch_size
-    return 1.0 if abs(ratio - 1) <= SAME_STEP_SHARE else ratio
+    # The samples of a prime size make no equal batches.
+    return round(after.effective_batch_size / before.effective_batch_size, 2)
 
 
 def training_text(before: Recipe, after: Recipe, unit: Unit) -> str:

@@ -93,7 +93,8 @@ def size_range(limits: SearchLimits) -> tuple[int, int]:
 
 def is_allowed(size: int, limits: SearchLimits) -> bool:
     """Whether a training may have this size; the default rounding forbids none."""
-    return size == size_range(replace(limits, max_batch_size=size))[1]
+    most = min(size, limits.max_batch_size)
+    return size == size_range(replace(limits, max_batch_size=most))[1]
 
 
 def rounded(size: int, limits: SearchLimits, up: bool = False) -> int:

@@ -136,14 +136,10 @@ def _known_sizes(plan: Plan) -> str:
     text = f"fits {plan.unit.number(largest)} ({how_known})"
     if fastest is None:
         return text
-    details = []
-    if fastest in verified and fastest != largest:
-        details.append(rehearsed)
-    if fastest in speeds:
-        details.append(f"{plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s")
-    return (
-        f"{text} · fastest {plan.unit.number(fastest)} ({', '.join(details)})" if details else text
+    speed = (
+        f" ({plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s)" if fastest in speeds else ""
     )
+    return f"{text} · fastest {plan.unit.number(fastest)}{speed}"
 
 
 def _speeds(plan: Plan) -> str:

@@ -46,29 +46,18 @@ def test_what_cannot_be_read_does_not_limit_the_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "quota_cores", "seconds"),
+    ("text", "seconds"),
     [
         # The thread ran for 7 s, and waited for 2.5 s.
-        ("7000000000 2500000000 31\n", None, 2.5),
-        # What a quota holds back is no work of others.
-        ("7000000000 2500000000 31\n", 1.5, 0.0),
+        ("7000000000 2500000000 31\n", 2.5),
         # The kernel does not count them, or has another form of the file.
-        (None, None, 0.0),
-        ("", None, 0.0),
-        ("7 s\n", None, 0.0),
+        (None, 0.0),
+        ("", 0.0),
+        ("7 s\n", 0.0),
     ],
 )
-def test_a_thread_waits_while_other_work_has_the_cores(
-    text, quota_cores, seconds, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(cpu, "_has_quota", lambda: quota_cores is not None)
+def test_a_thread_waits_while_other_work_has_the_cores(text, seconds, tmp_path):
     file = tmp_path / "schedstat"
     if text is not None:
         file.write_text(text)
     assert waited_seconds(file=file) == seconds
-
-
-@pytest.mark.parametrize(("quota_cores", "has_quota"), [(None, False), (1.5, True)])
-def test_a_quota_is_looked_up_once(quota_cores, has_quota, monkeypatch):
-    monkeypatch.setattr(cpu, "cpu_quota_cores", lambda: quota_cores)
-    assert cpu._has_quota.__wrapped__() is has_quota
