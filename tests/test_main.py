@@ -414,7 +414,10 @@ def test_something_else_than_a_module_is_one_line(project, capsys, command, name
 
 @pytest.mark.slow
 def test_lightning_prints_no_notes_of_its_own(project):
-    command = "find my_project:make --max_batch_size 8 --trainer.enable_progress_bar false"
+    command = (
+        "find my_project:make --objective memory --max_batch_size 8"
+        " --trainer.enable_progress_bar false"
+    )
     done = subprocess.run(
         [sys.executable, "-m", "lightning_batchmem", *command.split()],
         capture_output=True,
