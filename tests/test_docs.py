@@ -93,7 +93,8 @@ def test_the_trainer_of_the_readme_runs_in_a_new_process(tmp_path):
     project = [
         "from lightning.pytorch import Trainer",
         "from examples.quickstart import Classifier, Digits",
-        "model, data = Classifier(), Digits()",
+        # Four samples a step, as in the quickstart, would take minutes.
+        "model, data = Classifier(), Digits(batch_size=128)",
     ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([*project, *lines])],

@@ -52,7 +52,7 @@ def test_all_ranks_have_one_plan_and_train_as_without_a_search(name, seen):
     largest = found_size(400 * MIB)
     assert size == 64 if "options" in CASES[name] else 0.8 * largest < size <= largest
     assert (size == largest) == (name == "plain")
-    assert one["plan"]["ranks"] == 2
+    assert one["plan"]["recipe"]["ranks"] == 2
     # The search finds the user's own collectives, but not those of a wrapper.
     assert one["is_collective"] == ("wrapper" in CASES[name])
     for searched, alone in zip(seen[name], seen[f"{name} alone"], strict=True):
