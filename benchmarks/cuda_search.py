@@ -346,11 +346,12 @@ def variables_of(name: str) -> dict[str, str]:
     return {f"CUDA_STUB_{key}": str(value) for key, value in settings.items() if value is not None}
 
 
-def start_on_stub(gpu: str | None) -> None:
+def start_on_stub(gpu: str | None, module: str = "benchmarks.cuda_search") -> None:
     """Replace this process by the same command on the stub, unless it runs there.
 
     Args:
         gpu: name of a GPU for which cuDNN plans; None: the default device, without cuDNN.
+        module: the module of the command.
     """
     # With this variable torch looks for devices without starting CUDA, so that copies of this
     # process can start it.
@@ -362,7 +363,7 @@ def start_on_stub(gpu: str | None) -> None:
     if gpu is not None:
         os.environ.update(variables_of(gpu))
     launcher = str(ROOT / "tests" / "cuda_stub" / "run")
-    os.execv(launcher, [launcher, sys.executable, "-m", "benchmarks.cuda_search", *sys.argv[1:]])
+    os.execv(launcher, [launcher, sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def main() -> None:

@@ -137,6 +137,10 @@ class TrainerProgram(Program):
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.batches)
 
+    @property
+    def is_ragged(self) -> bool:
+        return any(batches.is_ragged for batches in self.batches)
+
     def sample_sizes(self) -> list[Any]:
         return [(batches.longest_bytes, batches.notes) for batches in self.batches]
 

@@ -185,6 +185,11 @@ class BudgetBatches:
         self._batches: list[Any] = []
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether the loader makes batches of several shapes."""
+        return self.num_other_batches > 0
+
+    @property
     def num_other_batches(self) -> int:
         return len(self._batches) - 1
 

@@ -88,6 +88,11 @@ class ProbeBatches:
         return sum(batches.held_bytes for batches in self._of_loaders)
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether batches of one size have other shapes again and again."""
+        return any(batches.is_ragged for batches in self._of_loaders)
+
+    @property
     def distinct_samples(self) -> int | None:
         """The fewest distinct samples of a loader whose last batch had some more than once."""
         counts = [getattr(batches, "distinct_samples", None) for batches in self._of_loaders]
@@ -242,6 +247,7 @@ class _LoaderBatches:
         self.samples, sizes = read_samples(loader, measure)
         self.notes: list[str] = []
         self.choice = TypicalSamples(sizes)
+        self.is_ragged = sizes.is_ragged
         # The samples take these bytes in this process.
         self.held_bytes = sum(map(held_bytes, self.samples))
         if sizes.left_out:
@@ -252,7 +258,11 @@ class _LoaderBatches:
             joins = self._joins(sizes)
             has_largest = worst_case is None and (sizes.is_complete or is_random)
             choice: LongestSample | LargestSum = LongestSample(
-                sizes, joins=joins != "nothing", has_largest=has_largest
+                sizes,
+                joins=joins != "nothing",
+                # A batch sampler of the user may put samples of one length into a batch.
+                is_sorted=loader.batch_size is None,
+                has_largest=has_largest,
             )
             if worst_case is None and joins == "by their sum":
                 choice = LargestSum(sizes, policy)
@@ -262,10 +272,9 @@ class _LoaderBatches:
                     f"{sizes.difference} The search used batches {choice.text};"
                     ' worst_case="typical" uses average ones.'
                 )
-        if sizes.scan_seconds is not None:
+        if sizes.scan_seconds is not None or (sizes.is_ragged and not sizes.is_complete):
             self.notes.append(
-                f"Only {len(sizes.measured):,} samples were read in {sizes.scan_seconds:.0f} s;"
-                " larger ones may exist."
+                f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
             )
 
     @property

@@ -17,15 +17,14 @@ from lightning_batchmem.plan.policy import ReadingPolicy
 class SampleSizes:
     """Sizes of the samples that were measured, and bytes of the few of them that are available.
 
-    The available samples are known here by their position. The first ones are spread over the data
-    set; one more is the largest sample, unless it is among them.
+    The available samples are known here by their position. They are spread over the data set; the
+    last one is the largest sample, unless it is among the others.
     """
 
     # Every measured sample has a size: its bytes in a batch.
     measured: list[float]
     # Bytes of the available samples in a batch.
     sample_bytes: list[int]
-    spread_count: int = 0
     # Whether the measured sizes differ.
     is_ragged: bool = False
     # Whether all samples of the data set were measured.
@@ -81,8 +80,16 @@ class TypicalSamples:
         return [position % available for position in range(count)]
 
     def other_positions(self, count: int, index: int) -> list[int]:
-        """Positions of the samples in the ``index``-th batch that is no larger."""
+        """Positions of the samples in the ``index``-th other batch, which is hardly larger."""
         return self.positions(count)
+
+    def _drawn(self, count: int, index: int) -> list[int]:
+        """Positions of random samples, as a training draws them."""
+        # The random choice protects no secret.
+        generator = random.Random(index)  # noqa: S311
+        available = range(len(self.sizes.sample_bytes))
+        is_repeated = count > len(available)
+        return (generator.choices if is_repeated else generator.sample)(available, k=count)
 
     def batch_bytes(self, count: int, longest_bytes: int) -> int:
         """Bytes of a batch; ``longest_bytes`` are those of the longest sample on any rank."""
@@ -98,14 +105,19 @@ class LongestSample(TypicalSamples):
     Args:
         sizes: the samples.
         joins: whether a batch can have samples of several sizes.
+        is_sorted: whether the loader may choose samples of about one size for a batch.
         has_largest: whether the largest samples of a training are among those that were measured.
     """
 
     # What the batches are, as words after "batches".
     text = "of the largest samples only"
 
-    def __init__(self, sizes: SampleSizes, *, joins: bool, has_largest: bool) -> None:
+    def __init__(
+        self, sizes: SampleSizes, *, joins: bool, is_sorted: bool, has_largest: bool
+    ) -> None:
         super().__init__(sizes)
+        self._joins = joins
+        self._is_sorted = is_sorted
         self._order = sizes.by_bytes[::-1]
         in_order = [sizes.sample_bytes[position] for position in self._order]
         # Samples of equally many bytes may have several shapes.
@@ -122,8 +134,10 @@ class LongestSample(TypicalSamples):
         return [self._order[number % self._num_longest] for number in range(count)]
 
     def other_positions(self, count: int, index: int) -> list[int]:
-        position = index % len(self._order)
-        if count > self._num_distinct:
+        if self._joins and not self._is_sorted:
+            return self._drawn(count, index)
+        (position,) = self._drawn(1, index)
+        if count > len(self._order) or not self._joins:
             return [position] * count
         begin = min(self._order.index(position), len(self._order) - count)
         return self._order[begin : begin + count]
@@ -152,12 +166,7 @@ class LargestSum(TypicalSamples):
         return self._positions[count]
 
     def other_positions(self, count: int, index: int) -> list[int]:
-        # The random choice protects no secret.
-        generator = random.Random(index)  # noqa: S311
-        spread = range(self.sizes.spread_count)
-        is_repeated = count > len(spread)
-        choices = (generator.choices if is_repeated else generator.sample)(spread, k=count)
-        return min(choices, self.positions(count), key=self._sum)
+        return min(self._drawn(count, index), self.positions(count), key=self._sum)
 
     def _with_largest_sum(self, count: int, *, is_repeated: bool) -> list[int]:
         sample_bytes = self.sizes.sample_bytes

@@ -331,9 +331,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
             f"{LEFT_OUT} {len(errors):,} of {num_read:,} samples that could not be read"
             f" ({_sample_error_text(errors[0])}). A training that reaches them ends there."
         )
-    return samples, SampleSizes(
-        sizes, sample_bytes, spread_count, is_ragged, is_complete, scan_seconds, left_out
-    )
+    return samples, SampleSizes(sizes, sample_bytes, is_ragged, is_complete, scan_seconds, left_out)
 
 
 def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator[MeasuredSample]:

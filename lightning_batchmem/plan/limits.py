@@ -42,6 +42,7 @@ class ProjectStep:
         accumulate_grad_batches: batches to an optimizer step where ``kept_samples`` is None.
         kept_samples: samples that an optimizer step keeps over all ranks, by accumulation: those of
             ``target_batch_size`` or of the project; ``None``: they follow the size.
+        ranks: processes that train together.
         may_keep: whether the search ends where the size of the project does not fit, because
             accumulation can keep the samples of its optimizer steps then.
     """
@@ -49,6 +50,7 @@ class ProjectStep:
     batch_size: int | None = None
     accumulate_grad_batches: int = 1
     kept_samples: int | None = None
+    ranks: int = 1
     may_keep: bool = False
 
 
@@ -63,9 +65,10 @@ class SearchLimits:
         max_reason: the argument, setting or data that limits the largest size.
         options: the arguments of the user, without those that do not apply to the stage.
         step: the optimizer step of the project, and what it keeps.
-        ranks: processes that train together.
         missing_bytes: by how much the process and the gradients exceed the limit of the host before
             the first batch; 0 on a device.
+        fragmented_bytes: bytes below the limit of the search that stay free, because batches of
+            ever new shapes fragment the cache of the allocator; 0 where they do not.
         is_host: whether exceeding the limit ends the process without an error.
         steps_are_collective: whether ranks take every step together.
         has_expandable_segments: whether the segments of every rank's allocator can grow: under the
@@ -80,8 +83,8 @@ class SearchLimits:
     max_reason: SizeLimit
     options: SearchOptions = SearchOptions()  # noqa: RUF009
     step: ProjectStep = ProjectStep()
-    ranks: int = 1
     missing_bytes: int = 0
+    fragmented_bytes: int = 0
     is_host: bool = False
     steps_are_collective: bool = False
     has_expandable_segments: bool = False

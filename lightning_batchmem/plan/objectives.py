@@ -22,9 +22,6 @@ from lightning_batchmem.plan.trials_so_far import TrialsSoFar
 # No size above this is predicted.
 _MOST_PREDICTED = 2**20
 
-FRAGMENTED_RATIO = 1.15
-"""From this ratio of reserved to requested bytes on, a note advises expandable segments."""
-
 
 class SearchObjective(Protocol):
     """What a search looks for. All methods get the trials so far, of which at least one ran."""
@@ -277,13 +274,14 @@ def _dropped_notes(known: TrialsSoFar) -> tuple[str, ...]:
 
 def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
     limits = known.limits
-    trial = next(t for t in reversed(known.trials) if t.batch_size == known.passed)
-    # Another device limits the size where this one holds less.
-    is_full = 2 * trial.held_bytes > limits.limit_bytes
-    could_expand = is_full and not (limits.is_host or limits.has_expandable_segments)
-    if not could_expand or trial.held_bytes <= FRAGMENTED_RATIO * trial.peak_bytes:
+    free_bytes = limits.fragmented_bytes
+    if not free_bytes or known.memory is None:
         return ()
+    most = known.memory.size_at(limits.limit_bytes + free_bytes)
+    size = rounded(int(known.policy.rehearsal_share * min(most, _MOST_PREDICTED)), limits)
     return (
-        f"The process takes {mib(trial.held_bytes)} for {mib(trial.peak_bytes)} of tensors."
-        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may let a larger size fit.",
+        "Nearly every batch has another shape, which fragments the memory of the device, so"
+        f" {mib(free_bytes)} of it stay free. With"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True about"
+        f" {limits.unit.size(size)} fit.",
     )

@@ -71,7 +71,7 @@ def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
     target = limits.step.kept_samples
     if target is None:
         return limits.step.accumulate_grad_batches
-    micro = micro_batches(target, limits.ranks, limits.options.multiple_of)
+    micro = micro_batches(target, limits.step.ranks, limits.options.multiple_of)
     return micro[batch_size].accumulate_grad_batches
 
 
@@ -114,7 +114,7 @@ def _nearest(size: int, limits: SearchLimits, up: bool) -> int:
     """The same if no size is avoided."""
     options = limits.options
     if limits.step.kept_samples is not None:
-        allowed = micro_batches(limits.step.kept_samples, limits.ranks, options.multiple_of)
+        allowed = micro_batches(limits.step.kept_samples, limits.step.ranks, options.multiple_of)
         if up:
             return next(
                 (micro for micro in reversed(allowed) if micro >= size), max([size, *allowed]) + 1

@@ -158,6 +158,11 @@ class Program:
         """Bytes of the largest training batch since ``restart``; 0 where it is not known."""
         return 0
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether batches of one size have other shapes again and again."""
+        return False
+
     def bounds(self) -> list[Bound]:
         """The largest sizes that data and settings allow."""
         return []

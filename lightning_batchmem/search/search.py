@@ -166,7 +166,7 @@ class BatchSizeSearch:
             limits.limit_bytes + self._room.later_bytes,
             device=device,
             recipe=Recipe(
-                chosen.batch_size, accumulated_batches(chosen.batch_size, limits), limits.ranks
+                chosen.batch_size, accumulated_batches(chosen.batch_size, limits), limits.step.ranks
             ),
             warnings=tuple(warnings),
             notes=(

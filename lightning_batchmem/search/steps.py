@@ -23,6 +23,9 @@ fp16 skips the first steps while it looks for its loss scale.
 """
 
 
+LARGEST_EVERY = 10
+"""Of so many mixed steps the last one has the largest batch, which meets blocks of the others."""
+
 COUNTED_STEPS = 2
 """Steps in which live bytes are counted. The first finds everything else that the module holds."""
 
@@ -89,6 +92,11 @@ class ConsecutiveSteps:
         """Run each other batch that a loader has formed itself once; their peaks count."""
         for number in self._numbers(self._steps.num_other_batches, spared=COUNTED_STEPS):
             self._step(number, other_lengths=True)
+
+    def run_mixed(self, count: int) -> None:
+        """Run steps whose peaks count, as a training does: batches of other lengths come first."""
+        for number in range(1, count + 1):
+            self._step(number - 1, other_lengths=number % LARGEST_EVERY > 0)
 
     def run_timed(self, count: int, seconds: float) -> None:
         """Run steps whose peaks and times count.

@@ -95,7 +95,13 @@ class TrialRunner:
                 is_limit_enforced = bool(is_enforced)
                 if kind == "rehearsal":
                     on_any_rank = self._is_on_any_rank if is_collective else bool
-                    rehearse(meter, self._policy, batch_size, on_any_rank)
+                    rehearse(
+                        meter,
+                        self._policy,
+                        batch_size,
+                        on_any_rank,
+                        is_fragmented=limits.fragmented_bytes > 0,
+                    )
                 else:
                     self._probe(meter, batch_size, limits)
         # Out of memory has many types. Every other error is raised again.
@@ -326,7 +332,8 @@ def _would_retry(readings: Sequence[StepReading], limits: SearchLimits) -> bool:
     """Whether the allocator would release its cache again and again in the training."""
     if num_caught_errors(readings) > 0:
         return True
-    if num_retries(readings) == 0:
+    # With ever new shapes a training releases its cache now and then, at any size near the limit.
+    if num_retries(readings) == 0 or limits.fragmented_bytes:
         return False
     # Only the limit of the user is enforced in the training too, and none is in trials where ranks
     # take steps together.

@@ -18,10 +18,13 @@ def sizes_of(sample_bytes, *, is_complete=False):
     return SampleSizes(
         [float(size) for size in sample_bytes],
         list(sample_bytes),
-        spread_count=len(sample_bytes) - 1,
         is_ragged=True,
         is_complete=is_complete,
     )
+
+
+def longest(sizes, *, joins=True, is_sorted=False, has_largest=False):
+    return LongestSample(sizes, joins=joins, is_sorted=is_sorted, has_largest=has_largest)
 
 
 def test_typical_batches_have_all_samples_in_turn():
@@ -31,25 +34,34 @@ def test_typical_batches_have_all_samples_in_turn():
 
 
 def test_batches_of_the_longest_sample_repeat_it_and_others_repeat_another():
-    choice = LongestSample(sizes_of([10, 20, 30]), joins=True, has_largest=False)
+    choice = longest(sizes_of([10, 20, 30]), joins=False)
     assert choice.positions(2) == [2, 2]
-    assert [choice.other_positions(2, index) for index in range(4)] == [
-        [0, 0],
-        [1, 1],
-        [2, 2],
-        [0, 0],
-    ]
+    others = [choice.other_positions(2, index) for index in range(20)]
+    assert {tuple(other) for other in others} == {(0, 0), (1, 1), (2, 2)}
     # Another rank has a longer sample.
     assert choice.batch_bytes(5, 40) == 200
 
 
+def test_other_batches_are_drawn_as_the_loader_draws_them():
+    sizes = sizes_of(range(100))
+    batches = [longest(sizes).other_positions(10, index) for index in range(20)]
+    assert len({max(batch) for batch in batches}) > 5
+    assert all(len(set(batch)) == 10 for batch in batches)
+    assert all(max(batch) - min(batch) > 30 for batch in batches)
+    # A loader that sorts makes batches of samples that are about equally long.
+    in_buckets = [longest(sizes, is_sorted=True).other_positions(10, index) for index in range(20)]
+    assert all(max(batch) - min(batch) == 9 for batch in in_buckets)
+    assert len({max(batch) for batch in in_buckets}) > 5
+    assert longest(sizes).other_positions(10, 3) == batches[3]
+
+
 def test_equally_long_samples_take_turns_unless_they_cannot_be_joined():
     sizes = sizes_of([30, 10, 30, 20, 30])
-    choice = LongestSample(sizes, joins=True, has_largest=False)
+    choice = longest(sizes)
     assert sorted(choice.positions(3)) == [0, 2, 4]
     turns = Counter(choice.positions(7))
     assert sorted(turns.items()) == [(0, 2), (2, 2), (4, 3)]
-    assert len(set(LongestSample(sizes, joins=False, has_largest=True).positions(3))) == 1
+    assert len(set(longest(sizes, joins=False, has_largest=True).positions(3))) == 1
 
 
 @given(
@@ -64,7 +76,7 @@ def test_the_largest_samples_together_are_a_batch_where_all_of_them_are_availabl
     """The samples that are missing were measured, but there was no room for them."""
     sizes = sizes_of(sample_bytes)
     sizes.measured.extend(missing)
-    choice = LongestSample(sizes, joins=True, has_largest=True)
+    choice = longest(sizes, has_largest=True)
     positions = choice.positions(count)
     largest = sorted(sizes.measured, reverse=True)[:count]
     chosen = sorted((sample_bytes[position] for position in positions), reverse=True)
@@ -130,12 +142,12 @@ def test_the_policy_limits_the_random_batches(policy, largest):
 
 def test_how_many_random_samples_take_what_the_longest_take():
     # Half of the samples have one byte, and half have nine. The largest of two has (1 + 3 * 9) / 4.
-    sizes = SampleSizes([1.0, 9.0], [1, 9], spread_count=2, is_ragged=True)
+    sizes = SampleSizes([1.0, 9.0], [1, 9], is_ragged=True)
     assert sizes.typical_count(1) == 1
     assert 2 * (1 + 3 * 9) / 4 <= 2 * 9 < 3 * (1 + 7 * 9) / 8
     assert sizes.typical_count(2) == 2
     # Nearly all samples are short, and most batches have no long one.
-    rare = SampleSizes([1.0] * 9_999 + [1000.0], [1], spread_count=1, is_ragged=True)
+    rare = SampleSizes([1.0] * 9_999 + [1000.0], [1], is_ragged=True)
     assert rare.typical_count(4) == 196
 
 

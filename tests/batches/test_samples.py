@@ -215,7 +215,7 @@ def test_slow_samples_are_used_as_far_as_they_were_read():
     assert dataset.reads == 0
     (note,) = batches(dataset, policy=quick).notes
     # On a busy machine, reading one sample takes seconds.
-    assert re.fullmatch(r"Only [123] samples were read in \d+ s; larger ones may exist\.", note)
+    assert re.fullmatch(r"Only [123] samples were read; larger ones may exist\.", note)
     assert not batches(dataset, "typical", policy=quick).notes
 
 
@@ -413,7 +413,7 @@ def test_from_the_first_sample_of_another_size_all_samples_are_kept():
     assert [int(sample[0]) for sample in samples[:4]] == [98, 194, 107, 10]
     assert {30, 37, 38} <= {int(sample[0]) for sample in samples}
     assert sizes.sample_bytes.count(32) > 100
-    assert sizes.spread_count == len(samples) == len(sizes.sample_bytes) < 200
+    assert len(samples) == len(sizes.sample_bytes) < 200
     # "typical" does not need the largest ones.
     assert len(read(dataset, "typical", most=4)[0]) == 4
 
@@ -423,7 +423,7 @@ def test_without_room_the_largest_sample_is_kept():
     loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
     samples, sizes = read_samples(loader, SampleMeasure(pad, None, ReadingPolicy(), 200, True, 0))
     assert [int(sample[0]) for sample in samples] == [98, 37]
-    assert (sizes.spread_count, sizes.sample_bytes) == (1, [32, 128])
+    assert sizes.sample_bytes == [32, 128]
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ class Driven:
             self.bounds.limit_bytes,
             device="abacus",
             notes=self.step.notes,
-            recipe=Recipe(ranks=self.bounds.ranks),
+            recipe=Recipe(ranks=self.bounds.step.ranks),
             budget_name=self.bounds.unit.budget_name,
         )
 

@@ -136,12 +136,16 @@ def test_the_plan_states_what_it_was_computed_from():
 
 
 def test_a_fragmented_size_is_noted():
-    fragmented = drive(device(STRAIGHT, held_share=0.3), limits()).plan
-    assert len(fragmented.notes) == 1
-    assert "expandable_segments:True may let a larger size fit" in fragmented.notes[0]
-    # The setting is in force already.
-    expandable = with_changes(limits(), has_expandable_segments=True)
-    assert drive(device(STRAIGHT, held_share=0.3), expandable).plan.notes == ()
+    fragmented = drive(device(STRAIGHT), with_changes(limits(), fragmented_bytes=LIMIT // 4)).plan
+    (note,) = fragmented.notes
+    # The lines of the probes, at nine tenths of the size that fills all of the memory.
+    most = drive(device(STRAIGHT), limits(LIMIT + LIMIT // 4)).plan.trials
+    size = next(trial.batch_size for trial in most if trial.kind == "rehearsal")
+    assert note.endswith(f"expandable_segments:True about {size} samples fit.")
+    assert drive(device(STRAIGHT), limits()).plan.notes == ()
+    # Something else limits the size.
+    bounded = with_changes(limits(cap=50), fragmented_bytes=LIMIT // 4)
+    assert drive(device(STRAIGHT), bounded).plan.notes == ()
 
 
 def holding(least_bytes, sample_bytes=20):

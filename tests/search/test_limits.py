@@ -4,7 +4,7 @@ import pytest
 
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.search.limits import MemoryRoom, search_limits
+from lightning_batchmem.search.limits import RAGGED_SHARE, MemoryRoom, search_limits
 from lightning_batchmem.search.ranks import Ranks
 from tests.helpers.fake_program import FakeProgram
 
@@ -90,14 +90,14 @@ def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
 
 
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
-    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9, True)
+    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9, True, False)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(available_bytes=1000 * KIB)
     device.as_host()
     program = FakeProgram(device, lambda size: size, largest=100)
     limits = limits_of(program, budget_of(device), ranks)
     assert (limits.limit_bytes, limits.max_batch_size) == (700 * KIB, 50)
-    assert (limits.max_reason, limits.ranks, limits.is_host) == ("dataset", 2, True)
+    assert (limits.max_reason, limits.step.ranks, limits.is_host) == ("dataset", 2, True)
     assert limits.missing_bytes == 30 * KIB
     assert limits.avoided_sizes == {7}
     assert program.longest_sample == 9
@@ -105,3 +105,31 @@ def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
     assert not limits.has_expandable_segments
     device.has_expandable_segments = True
     assert limits_of(program, budget_of(device), ranks).has_expandable_segments
+
+
+class Ragged(FakeProgram):
+    is_ragged = True
+
+
+def test_batches_of_ever_new_shapes_leave_a_share_of_the_room_free(fake_device):
+    device = fake_device(available_bytes=1000 * KIB)
+    program = FakeProgram(device, lambda size: size, largest=100)
+    ragged = Ragged(device, lambda size: size, largest=100)
+    budget = budget_of(device)
+    assert limits_of(program, budget).fragmented_bytes == 0
+    # Another rank has them.
+    theirs = (900 * KIB, 0, (50, "dataset"), set(), 9, False, True)
+    ranks = SimpleNamespace(size=2, exchange=lambda value: [value, theirs])
+    held_bytes = device.current().allocated_bytes
+    room_bytes = 900 * KIB - held_bytes
+    for limits in (limits_of(program, budget, ranks), limits_of(ragged, budget, ranks)):
+        assert limits.fragmented_bytes == int((1 - RAGGED_SHARE) * room_bytes)
+        assert limits.limit_bytes == 900 * KIB - limits.fragmented_bytes
+    alone = limits_of(ragged, budget)
+    assert alone.limit_bytes + alone.fragmented_bytes == budget.limit_bytes()
+    # Segments that grow do not fragment, and a host is left three quarters of its room.
+    device.has_expandable_segments = True
+    assert limits_of(ragged, budget).fragmented_bytes == 0
+    device.has_expandable_segments = False
+    device.as_host()
+    assert limits_of(ragged, budget).fragmented_bytes == 0

@@ -199,8 +199,9 @@ def test_padded_samples_train_an_epoch(search, device):
     data = DataLoader(samples, 3, shuffle=True, collate_fn=lambda each: [pad_sequence(each, True)])
     arguments = {"train_dataloaders": data, "max_steps": -1, "max_epochs": 1}
     plan = search(Lawful(device, lambda elements: law(elements // 10)), **arguments)
-    # This many samples of 40 elements fit.
-    assert plan.batch_size == 88
+    # This many samples of 40 elements fit, and a share of the room for fragmentation.
+    assert plan.batch_size == 74
+    assert any("expandable_segments:True about" in note for note in plan.notes)
     assert any("Samples differ in size" in note for note in plan.notes)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         search(
@@ -526,7 +527,7 @@ class Texts(Lawful):
         (
             100,
             True,
-            "18 fits even if every sample is the longest (80 bytes, median 8); with typical",
+            "15 fits even if every sample is the longest (80 bytes, median 8); with typical",
         ),
         (400, False, "If you compute values from"),
         (2, False, "If you compute values from"),

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search import rehearsal
 from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.rehearsal import SHORT_REHEARSAL
 from lightning_batchmem.search.trial import TrialRunner
 from tests.helpers.fake_program import FakeProgram
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, law
@@ -295,7 +296,7 @@ def test_steps_whose_micro_batches_differ_are_equal_steps(search, device):
     assert [trial.full_steps for trial in rehearsed(plan)] == [7]
 
 
-def test_steady_steps_use_batches_of_other_lengths(search, device):
+def test_a_rehearsal_of_ragged_batches_begins_with_random_ones(search, device):
     lengths = {}
 
     class Padded(Stepping):
@@ -305,7 +306,7 @@ def test_steady_steps_use_batches_of_other_lengths(search, device):
             return self.layer(batch[:, :1]).mean()
 
         def train_dataloader(self):
-            samples = [torch.zeros(1 + i % 4) for i in range(640)]
+            samples = [torch.zeros(1 + i) for i in range(640)]
             pad = torch.nn.utils.rnn.pad_sequence
             collate = partial(pad, batch_first=True)
             return DataLoader(samples, self.batch_size, collate_fn=collate)
@@ -314,8 +315,12 @@ def test_steady_steps_use_batches_of_other_lengths(search, device):
     probe = plan.trials[0].batch_size
     rehearsal = rehearsed(plan)[0].batch_size
     # A probe uses only the longest samples.
-    assert set(lengths[probe]) == {4}
-    assert len(set(lengths[rehearsal])) > 1
+    assert set(lengths[probe]) == {640}
+    # It begins as a training does, and the largest batch meets the blocks of the others.
+    begin = lengths[rehearsal][:SHORT_REHEARSAL]
+    assert len(set(begin)) > 2
+    assert begin[0] < begin[-1] == 640
+    assert plan.limit_bytes < 420 * MIB
 
 
 class Indexed(Evaluated):
