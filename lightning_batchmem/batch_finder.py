@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
+from weakref import ref
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,6 +31,7 @@ from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
+    datamodules_of,
     is_fast_dev_run,
     set_callbacks,
     trains_no_more,
@@ -152,6 +153,10 @@ class BatchFinder(Callback):
 
     # Whether the device is a simulated one.
     _is_simulated = False
+
+    # The plan of each training in this process, with an object that has the size since then. Not
+    # every object has a hash.
+    _plans_of_process: ClassVar[list[tuple[ref[Any], Plan]]] = []
 
     @names_our_arguments
     def __init__(
@@ -275,16 +280,15 @@ class BatchFinder(Callback):
                 is_budget=options.budget,
             )
             setting.check_budget()
-            earlier = self._plan_of_fit
-            if (
-                earlier is not None
-                and options.bounds_the_raise
-                and setting.at(earlier.place).size == earlier.batch_size
-            ):
-                # It is the size that an earlier fit has found, and would be raised once more.
-                options = replace(options, objective="recipe")
+            owners = [pl_module, *datamodules_of(trainer), *setting.source.passed_loaders()]
+            earlier = None
+            for owner, plan in self._plans_of_process:
+                is_found = setting.at(plan.place).size == plan.batch_size
+                if is_found and any(owner() is one for one in owners):
+                    # An earlier fit has found this size, perhaps with another finder.
+                    earlier = plan
             # It begins with an exchange, so the other ranks end here too if one has failed.
-            search = self._search_in(trainer, options)
+            search = self._search_in(trainer, options, earlier)
             # A resumed run continues with it, without a search.
             saved_plan = None
             if run.checkpoint and self._search_on_resume is not True:
@@ -303,6 +307,7 @@ class BatchFinder(Callback):
                 setting = setting.at(plan.place)
             plan = apply_to_training(setting, plan)
             self.plan = self._plan_of_fit = plan
+            self._plans_of_process.extend((ref(one), plan) for one in owners)
             run.begin_training(plan, search.watch(plan) if saved_plan is None else None)
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
@@ -389,7 +394,9 @@ class BatchFinder(Callback):
             setting.write(plan.batch_size, also_logged=True)
             self._report(trainer, plan)
 
-    def _search_in(self, trainer: Trainer, options: SearchOptions) -> TrainerSearch:
+    def _search_in(
+        self, trainer: Trainer, options: SearchOptions, earlier: Plan | None = None
+    ) -> TrainerSearch:
         device = trainer.strategy.root_device
         device_memory = self.device_memory(device)
         if device_memory is None:
@@ -405,6 +412,7 @@ class BatchFinder(Callback):
             self._run.ranks,
             later=self.later,
             is_simulated=self._is_simulated,
+            earlier=earlier,
         )
         search.warn_of_limit()
         return search

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
+from lightning import seed_everything
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
@@ -158,6 +161,19 @@ def test_an_interval_of_validations_is_never_longer_than_an_epoch(search, device
     assert plan.recipe.trainer_settings == {"val_check_interval": 3}
 
 
+def test_a_validation_loader_of_a_fixed_size_keeps_its_number_of_batches(search, device):
+    class TwoValidations(Project):
+        def val_dataloader(self):
+            return [super().val_dataloader(), loader(10)]
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            pass
+
+    module = TwoValidations(device, law, TOO_LARGE)
+    plan, _ = fits(module, search, limit_train_batches=3, limit_val_batches=2)
+    assert plan.recipe.trainer_settings == {"limit_train_batches": 6}
+
+
 @pytest.mark.parametrize(
     ("own_size", "options", "trainer", "found", "accumulate"),
     [
@@ -166,16 +182,29 @@ def test_an_interval_of_validations_is_never_longer_than_an_epoch(search, device
         (370, RECIPE, {}, 370, 1),
         # Two batches of 301 are next to a prime.
         (601, DEFAULT, {}, 301, 2),
-        # The data have 5,000 samples.
-        (10_000, DEFAULT, {}, 352, 1),
-        (10_000, RECIPE, {}, 250, 40),
+        # The data have 5,000 samples, and so has a step.
+        (10_000, DEFAULT, {}, 250, 20),
+        (10_000, RECIPE, {}, 250, 20),
         # Sizes that other arguments leave.
         (600, {**RECIPE, "max_batch_size": 300}, {}, 300, 2),
         (20, {**RECIPE, "multiple_of": 8}, {}, 8, 2),
         (20, {**DEFAULT, "multiple_of": 16}, {}, 16, 1),
         (8, {**DEFAULT, "multiple_of": 8}, {}, 8, 1),
         (32, {**DEFAULT, "min_batch_size": 32}, {}, 48, 1),
-        (8, {**DEFAULT, "min_batch_size": 32}, {"accumulate_grad_batches": 2}, 32, 2),
+        # A step with as few samples as they allow.
+        (8, {**DEFAULT, "min_batch_size": 32}, {"accumulate_grad_batches": 2}, 32, 1),
+        (8, {**RECIPE, "min_batch_size": 32}, {}, 32, 1),
+        (2, {**DEFAULT, "multiple_of": 8}, {"accumulate_grad_batches": 2}, 8, 1),
+        (2, {**RECIPE, "multiple_of": 8}, {"accumulate_grad_batches": 2}, 8, 1),
+        (4, {**RECIPE, "multiple_of": 8}, {}, 8, 1),
+        (5, {**RECIPE, "multiple_of": 8, "min_batch_size": 9}, {}, 16, 1),
+        (
+            10,
+            {**DEFAULT, "multiple_of": 8, "min_batch_size": 12},
+            {"accumulate_grad_batches": 2},
+            16,
+            1,
+        ),
         # One sample may be a placeholder, and 16 of them are none.
         (1, DEFAULT, {"accumulate_grad_batches": 16}, 16, 1),
         (1, RECIPE, {}, 1, 1),
@@ -198,8 +227,43 @@ def test_batches_of_a_project_that_accumulates_are_joined(search, device, option
     assert plan.training.startswith("32 (8 x 4 -> 32) samples a step, 3 steps, learning rate")
     assert plan.recipe.trainer_settings == {"limit_train_batches": 3}
     assert per_step == [32, 32, 32, 0]
-    assert "an optimizer step of the project has no more than 32 samples" in plan.reason
+    assert "the recipe of the project allows no more than 32 in an optimizer step" in plan.reason
     assert "Memory alone allows about 336 samples." in plan.reason
+
+
+@pytest.mark.parametrize("options", [DEFAULT, RECIPE])
+def test_a_size_of_the_whole_data_set_does_not_fall(fit, fake_device, options):
+    device = fake_device(available_bytes=10_000 * 2**20)
+    finder = BatchFinder(**options)
+    fit(Project(device, law, 10_000), finder, device, max_steps=-1, max_epochs=1)
+    assert (finder.plan.batch_size, finder.plan.accumulate_grad_batches) == (SAMPLES, 1)
+    assert finder.plan.training.startswith("5,000 samples a step, 1 step, learning rate")
+    assert finder.plan.reason.startswith("5,000 samples instead of the project's 10,000: the data")
+
+
+@pytest.mark.parametrize(
+    ("own_size", "samples", "trainer", "made_of", "settings"),
+    [
+        (4, SAMPLES, {"overfit_batches": 4}, "16 (4 x 4 -> 16)", (1, 1, 1)),
+        (4, SAMPLES, {"limit_train_batches": 4}, "16 (4 x 4 -> 16)", (1, 1.0, 1)),
+        (150, SAMPLES, {"limit_train_batches": 4}, "600 (4 x 150 -> 2 x 300)", (2, 1.0, 1)),
+        (4, 14, {"limit_train_batches": 20}, "14 (4 x 4 -> 14)", (5, 1.0, 1)),
+    ],
+)
+@pytest.mark.parametrize("options", [DEFAULT, RECIPE])
+def test_a_step_has_no_more_samples_than_an_epoch(
+    search, device, options, own_size, samples, trainer, made_of, settings
+):
+    module = Project(device, law, own_size)
+    module.samples = samples
+    trainer = {"max_epochs": 2, "accumulate_grad_batches": 8, "val_check_interval": 2, **trainer}
+    plan, per_step = fits(module, search, options=options, **trainer)
+    assert plan.training.startswith(f"{made_of} samples a step, 2 steps, learning rate")
+    effective = plan.effective_batch_size
+    assert per_step == [effective, effective, 0]
+    names = ("limit_train_batches", "limit_val_batches", "val_check_interval")
+    assert tuple(getattr(module.trainer, name) for name in names) == settings
+    assert plan.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -251,6 +315,29 @@ def test_a_loss_of_copies_that_fails_is_no_error_of_the_training(search, device)
     with pytest.warns(match=r"The loss of copies of a sample cannot be read: IndexError"):
         plan, _ = fits(NeedsDifferentSamples(device, law, TOO_LARGE), search, options=options)
     assert plan.warnings == ()
+
+
+class Diffusion(Project):
+    """Each step has its own noise."""
+
+    draws = staticmethod(torch.randn)
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.as_tensor(self.draws(len(batch[0])), dtype=torch.float32)
+        return super().training_step(batch, batch_idx) * 0 + noise.pow(2).mean()
+
+
+class NumpyNoise(Diffusion):
+    draws = staticmethod(numpy.random.standard_normal)
+
+
+@pytest.mark.parametrize("kind", [Diffusion, NumpyNoise])
+def test_nothing_is_said_of_a_random_loss(search, device, kind):
+    for seed in range(5):
+        seed_everything(seed, verbose=False)
+        module = kind(device, law, TOO_LARGE)
+        plan, _ = fits(module, search, limit_train_batches=1)
+        assert (plan.accumulate_grad_batches, plan.warnings) == (2, ())
 
 
 def one_cycle_of(steps):
@@ -367,22 +454,81 @@ def test_a_comparison_runs_five_steps_of_each_size_beside_each_other(search, dev
     assert "(yours)" in plan.short_text()
 
 
+class Scaled(Project):
+    """A project whose learning rate lr_scaling sets."""
+
+    lr = 0.1
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.lr = 0.1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
 @pytest.mark.parametrize(
-    ("own_size", "accumulate", "found"), [(16, 1, (24, 1)), (600, 1, (300, 2)), (4, 8, (32, 1))]
+    ("own_size", "accumulate", "found", "rate"),
+    [(16, 1, (24, 1), 0.15), (600, 1, (300, 2), 0.1), (4, 8, (32, 1), 0.1)],
 )
-def test_a_second_fit_raises_the_size_no_further(fit, device, own_size, accumulate, found):
-    finder = BatchFinder()
-    module = Project(device, law, own_size)
-    arguments = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 16}
-    trainer = fit(module, finder, device, accumulate_grad_batches=accumulate, **arguments)
+@pytest.mark.parametrize("is_same_trainer", [True, False])
+def test_each_fit_starts_from_the_size_before_the_first(
+    fit, device, own_size, accumulate, found, rate, is_same_trainer
+):
+    module = Scaled(device, law, own_size)
+    trainer = None
     limits = []
-    for _ in range(2):
+    texts = []
+    for _ in range(3):
+        if trainer and is_same_trainer:
+            trainer.fit_loop.max_epochs += 1
+            trainer.fit(module)
+        else:
+            finder = BatchFinder(lr_scaling="linear")
+            arguments = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 16}
+            trainer = fit(module, finder, device, accumulate_grad_batches=accumulate, **arguments)
         assert (module.batch_size, trainer.accumulate_grad_batches) == found
+        assert module.lr == pytest.approx(rate)
         limits.append(trainer.limit_train_batches)
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(module)
+        texts.append(finder.plan.training)
+        assert not any("learning rate" in warning for warning in finder.plan.warnings)
     # Settings are scaled once.
-    assert len(set(limits)) == 1
+    assert len(set(limits)) == len(set(texts)) == 1
+
+
+def test_a_size_that_a_new_module_has_from_an_earlier_fit_is_not_raised_again(fit, device):
+    class Data(LightningDataModule):
+        batch_size = 16
+
+        def train_dataloader(self):
+            return loader(self.batch_size)
+
+    class Fixed(Lawful):
+        def train_dataloader(self):
+            return loader(16)
+
+    def without_size(kind=Lawful):
+        module = kind(device, law)
+        del module.batch_size
+        return module
+
+    data = Data()
+    data.batch_size = 16
+    passed = loader(16)
+    fixed = without_size(Fixed)
+    for _ in range(2):
+        arguments = {"max_steps": -1, "max_epochs": 1}
+        fit(without_size(), BatchFinder(), device, datamodule=data, **arguments)
+        assert data.batch_size == 24
+        fit(without_size(), BatchFinder(), device, train_dataloaders=passed, **arguments)
+        assert passed.batch_size == 24
+        finder = BatchFinder()
+        fit(fixed, finder, device, **arguments)
+        assert finder.plan.batch_size == 24
+    # Another project has a size of its own.
+    module = Project(device, law, 24)
+    fit(module, BatchFinder(), device, **arguments)
+    assert module.batch_size == 36
 
 
 def test_a_resumed_run_keeps_the_samples_of_a_step(fit, device, tmp_path):
@@ -411,6 +557,28 @@ def test_a_resumed_run_keeps_the_samples_of_a_step(fit, device, tmp_path):
     assert module.trainer.limit_train_batches == 4
     assert module.trainer.accumulate_grad_batches == 2
     assert sizes.seen == {300}
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize(
+    ("first", "resumed", "interval"),
+    [
+        ({}, {"val_check_interval": 3}, 5),
+        # The last batch of its epoch is a third of one, and that of ours two thirds.
+        ({}, {"val_check_interval": 9}, 17),
+        ({}, {"val_check_interval": 30, "check_val_every_n_epoch": None}, 60),
+        ({"val_check_interval": 3}, {"val_check_interval": 3}, 6),
+        ({"val_check_interval": 3}, {"val_check_interval": 0.5}, 0.5),
+    ],
+)
+def test_an_interval_of_a_resumed_run_goes_with_its_accumulation(
+    fit, device, tmp_path, first, resumed, interval
+):
+    path = str(tmp_path / "last.ckpt")
+    fit(Project(device, law, TOO_LARGE), BatchFinder(), device, **first).save_checkpoint(path)
+    module = Project(device, law, TOO_LARGE)
+    fit(module, BatchFinder(), device, max_steps=4, ckpt_path=path, **resumed)
+    assert module.trainer.val_check_interval == interval
 
 
 def test_recipe_and_target_exclude_each_other():

@@ -169,7 +169,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             500,
             Lawful,
             {"options": {"multiple_of": 5}},
-            f"it has {FOUND} samples, and multiples of 5 from 5 to 5000 are allowed: (*).",
+            f"it has {FOUND} samples, and multiples of 5 from 5 to 5,000 are allowed: (*).",
         ),
         ({"verified": False}, 500, Lawful, {}, "it was not verified by a fit of this version."),
         (
@@ -191,7 +191,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
             500,
             Lawful,
             {},
-            "it has 6000 samples, and sizes from 2 to 5000 are allowed: (*).",
+            "it has 6,000 samples, and sizes from 2 to 5,000 are allowed: (*).",
         ),
         ({"batch_size": 500}, 500, Lawful, {}, "500 samples ran out of memory (*)."),
     ],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import replace
+from fractions import Fraction
 from numbers import Real
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_batchmem._lightning.bounds import num_steps, of_accumulation, steps_are_batches
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.hooks import configure_optimizers_again
@@ -24,7 +25,7 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.recipe import Epoch, Recipe
+from lightning_batchmem.plan.recipe import Recipe
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -65,41 +66,47 @@ def check_step(module: LightningModule, name: str) -> None:
 
 
 def project_recipe(
-    followed: FollowedSetting, options: SearchOptions, learning_rate: float | None, epoch: Epoch
+    followed: FollowedSetting,
+    options: SearchOptions,
+    learning_rate: float | None,
+    earlier: Plan | None,
 ) -> Recipe:
-    """The optimizer steps of the project.
+    """What the optimizer steps of the project are made of, before the first search.
 
     Args:
         followed: the batch size of the project, and where it is set.
         options: the arguments of BatchFinder.
         learning_rate: that of :func:`learning_rate_to_scale`.
-        epoch: an epoch at the batch size of the project.
+        earlier: the plan of a fit in this process that has set this size; ``None`` for none.
 
     Raises:
         ValueError: if ``lr_scaling`` has no batch size to scale from.
     """
     trainer = followed.setting.trainer
-    effective_batch_size = None
-    if followed.project_size is not None:
-        of_rank = epoch.samples_of_step(followed.project_size, trainer.accumulate_grad_batches)
-        effective_batch_size = of_rank * trainer.world_size
-    elif options.lr_scaling is not None or options.objective == "recipe":
+    if followed.project_size is None and (
+        options.lr_scaling is not None or options.objective == "recipe"
+    ):
         raise ValueError(
             f"`{followed.setting.name}` must be a positive whole number for lr_scaling and"
             ' objective="recipe". Set it to the batch size that the learning rate was chosen for.'
         )
-    accumulate = trainer.accumulate_grad_batches
-    return Recipe(
+    recipe = Recipe(
         batch_size=followed.project_size,
-        accumulate_grad_batches=accumulate,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
         ranks=trainer.world_size,
-        effective_batch_size=effective_batch_size,
-        num_steps=num_steps(trainer, epoch.batches, accumulate),
-        counts_batches=not steps_are_batches(trainer),
         learning_rates=_learning_rates(trainer),
         optimizer_names=_optimizer_names(trainer),
         learning_rate=learning_rate,
     )
+    if earlier is None or earlier.project_recipe is None:
+        return recipe
+    # What still is as the earlier plan has set it was something else in the project.
+    of_project = {
+        name: getattr(earlier.project_recipe, name)
+        for name in ("batch_size", "accumulate_grad_batches", "learning_rates", "learning_rate")
+        if getattr(recipe, name) == getattr(earlier.recipe, name)
+    }
+    return replace(recipe, **of_project)
 
 
 def learning_rate_to_scale(setting: BatchSizeSetting, options: SearchOptions) -> float | None:
@@ -152,7 +159,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> Plan:
 
 def settings_in_batches(
     trainer: Trainer,
-    accumulate_grad_batches: int,
+    ratio: Fraction,
     batches_in_epoch: float,
     *,
     follows_validation: bool,
@@ -161,11 +168,10 @@ def settings_in_batches(
 
     Args:
         trainer: the Trainer, before the plan is applied.
-        accumulate_grad_batches: batches to an optimizer step in the training.
+        ratio: by how much more batches make an optimizer step in the training.
         batches_in_epoch: batches of an epoch in the training.
         follows_validation: whether the batches of the validation have the batch size too.
     """
-    before = trainer.accumulate_grad_batches
     names = ["limit_train_batches", "val_check_interval"]
     names += ["limit_val_batches"] * follows_validation
     settings = {}
@@ -174,7 +180,7 @@ def settings_in_batches(
         count = getattr(trainer, name, None)
         if not (isinstance(count, int) and count):
             continue
-        settings[name] = of_accumulation(count, accumulate_grad_batches, before)
+        settings[name] = math.ceil(count * ratio)
     is_in_epoch = trainer.check_val_every_n_epoch is not None
     if "val_check_interval" in settings and is_in_epoch and batches_in_epoch >= 1:
         # A longer interval is an error in Lightning.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import cast
 
 from lightning.pytorch import Trainer
@@ -62,11 +63,6 @@ def num_steps(
     return int(steps) if math.isfinite(steps) else None
 
 
-def of_accumulation(count: int, accumulate_grad_batches: int, before: int) -> int:
-    """A number of batches that spans the same optimizer steps as ``count`` did before."""
-    return -(-count * accumulate_grad_batches // before)
-
-
 def limited_batches(batches: float, limit_batches: int | float) -> float:
     """Number of batches of an epoch under Lightning's ``limit_*_batches``."""
     if isinstance(limit_batches, int):
@@ -74,16 +70,14 @@ def limited_batches(batches: float, limit_batches: int | float) -> float:
     return batches if math.isinf(batches) else int(batches * limit_batches)
 
 
-def epoch_at(
-    trainer: Trainer, loaders: StageLoaders, batch_size: int, accumulate_grad_batches: int
-) -> Epoch:
+def epoch_at(trainer: Trainer, loaders: StageLoaders, batch_size: int, ratio: Fraction) -> Epoch:
     """An epoch of the training on this rank at a batch size, under ``limit_train_batches``.
 
-    A limit that is a number of batches goes with the accumulation.
+    A limit that is a number of batches is multiplied by the ratio.
     """
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
-        limit = of_accumulation(limit, accumulate_grad_batches, trainer.accumulate_grad_batches)
+        limit = math.ceil(limit * ratio)
     batches = limited_batches(loaders.batches(batch_size), limit)
     return Epoch(batches, min(loaders.samples(batch_size), batches * batch_size))
 
@@ -174,9 +168,9 @@ def training_bounds(
         bounds.append(interval_bound)
     fewest = options.least_steps_per_epoch
     # The smallest multiple may be larger than the size of the project.
-    smallest = max(project_size or 0, options.first_size(policy))
+    smallest = max(project_size or 0, options.first_size(policy.first_size))
     if project_size is not None and options.objective == "recipe":
-        bounds.append((project_size, "recipe"))
+        bounds.append((max(project_size, options.first_size(1)), "recipe"))
     elif project_size is not None and options.bounds_the_raise:
         bounds.append((max(int(RAISED_RATIO * project_size), smallest), "recipe"))
     elif fewest:

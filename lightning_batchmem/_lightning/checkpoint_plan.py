@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -38,12 +39,11 @@ class CheckpointPlan:
         accumulate = trainer.accumulate_grad_batches
         before = plan.project_recipe or plan.recipe
         has_changed = plan.accumulate_grad_batches != before.accumulate_grad_batches
+        is_kept = has_changed and target_batch_size is None
         if target_batch_size is not None or has_changed:
-            accumulate = plan.accumulate_grad_batches
-            if ranks != plan.ranks:
-                # An optimizer step has as nearly the same samples as whole batches allow.
-                samples = target_batch_size or batch_size * accumulate * plan.ranks
-                accumulate = max(1, round(samples / (batch_size * ranks)))
+            # An optimizer step has as nearly the same samples as whole batches allow.
+            accumulate = max(1, round(plan.accumulate_grad_batches * plan.ranks / ranks))
+        ratio = Fraction(accumulate, before.batches_of_step) if is_kept else Fraction(1)
         text = f"BatchFinder continues with batch size {batch_size} of the checkpoint"
         if self.changes:
             rank_zero_warn(
@@ -61,8 +61,12 @@ class CheckpointPlan:
             # The Trainer may have other limits than that of the checkpoint.
             trainer_settings=settings_in_batches(
                 trainer,
-                accumulate if target_batch_size is None else trainer.accumulate_grad_batches,
-                settings.get("val_check_interval", getattr(trainer, "val_check_interval", 0)),
+                ratio,
+                # The length of an epoch is not known, but it has at least as many batches.
+                max(
+                    settings.get("val_check_interval", 0),
+                    int((getattr(trainer, "val_check_interval", 0) - 1) * ratio) + 1,
+                ),
                 follows_validation="limit_val_batches" in settings,
             ),
         )

@@ -78,18 +78,17 @@ class SearchCallback(Callback):
 
     Attributes:
         largest_batch_bytes: bytes of the largest training batch so far, as the module gets it.
-        loss: the last loss that was kept, as Lightning divides it under accumulation.
+        losses: the losses that were kept, as Lightning divides them under accumulation.
     """
 
     def __init__(self, phases: PhasePeaks) -> None:
         self._phases = phases
         self.largest_batch_bytes = 0
-        self.loss: Tensor | None = None
-        self._keeps_loss = False
+        self.losses: list[Tensor] | None = None
 
-    def keep_loss(self) -> None:
+    def keep_losses(self) -> None:
         """Keep each further loss, which takes memory of a step."""
-        self._keeps_loss = True
+        self.losses = []
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -102,8 +101,8 @@ class SearchCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """End forward."""
-        if self._keeps_loss:
-            self.loss = loss.detach()
+        if self.losses is not None:
+            self.losses.append(loss.detach())
         self._phases.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -23,6 +23,9 @@ from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.plan.records import Bound
 from lightning_batchmem.search.program import Program
 
+# Losses that differ by at most this share are the same: sums on a GPU have no fixed order.
+_SAME_LOSS_SHARE = 1e-3
+
 
 class TrainerProgram(Program):
     """One stage of a Trainer, as the program of a search.
@@ -37,7 +40,9 @@ class TrainerProgram(Program):
         begin_stage: runs what comes before the first step at a batch size, which hooks may read.
         later: the program in the later state of the training, made in the same ``clean_start``.
         project_batch_size: the size of the project; ``None`` where it is not known.
-        may_accumulate: whether the search may choose how many batches an optimizer step has.
+        step_samples: samples of its optimizer step on a rank, which accumulation may keep; ``None``
+            if it may not.
+        accumulate_grad_batches: batches to an optimizer step of the project.
     """
 
     def __init__(
@@ -52,7 +57,8 @@ class TrainerProgram(Program):
         later: TrainerProgram | None = None,
         *,
         project_batch_size: int | None = None,
-        may_accumulate: bool = False,
+        step_samples: int | None = None,
+        accumulate_grad_batches: int = 1,
     ) -> None:
         trainer = setting.trainer
         self.module = trainer.lightning_module
@@ -68,10 +74,9 @@ class TrainerProgram(Program):
         self._begin_stage = begin_stage
         self._all_steps = [steps for steps in (training, evaluation) if steps is not None]
         # The search itself accumulates at most two batches.
-        if training is not None:
-            self.accumulate_grad_batches = trainer.accumulate_grad_batches
+        self.accumulate_grad_batches = accumulate_grad_batches
         self.project_batch_size = project_batch_size
-        self.may_accumulate = may_accumulate
+        self.step_samples = step_samples
         # What accumulation keeps in each optimizer step over all ranks; None for nothing.
         self.samples_per_step: int | None = None
         if later is not None:
@@ -169,8 +174,9 @@ class TrainerProgram(Program):
 
     @property
     def follows_validation(self) -> bool:
-        """Whether the batches of the validation have the batch size too."""
-        return self.evaluation is not None and self.evaluation.loaders.follows
+        """Whether the batches of all validation loaders have the batch size too."""
+        steps = self.evaluation
+        return steps is not None and all(loader.follows for loader in steps.loaders.sized)
 
     def loss_of_copies(self, batch_size: int) -> float | None:
         training = self.training
@@ -178,15 +184,20 @@ class TrainerProgram(Program):
             return None
         self.restart(batch_size)
         callback = self._clean_start.search_callback
-        callback.keep_loss()
+        callback.keep_losses()
         with self.without_synchronization():
             training.begin(batch_size)
             try:
-                training.make_copies(batch_size)
-                training.run()
+                for _ in range(2):
+                    training.make_copies(batch_size)
+                    training.run()
             finally:
                 training.end()
-        return None if callback.loss is None else float(callback.loss)
+        losses = callback.losses
+        # The loss of the same batch differs where it is random.
+        if losses and abs(losses[0] - losses[-1]) <= _SAME_LOSS_SHARE * abs(losses[0]):
+            return float(losses[0])
+        return None
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         return without_synchronization(self._setting.trainer)

@@ -35,6 +35,7 @@ from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.state.snapshot import freeze
@@ -71,7 +72,7 @@ class ProgramMaker:
         self.policy = policy
         self.ranks = ranks
         self.room = room
-        self._first_size = options.first_size(policy)
+        self._first_size = options.first_size(policy.first_size)
 
     def followed(self, setting: BatchSizeSetting, clean_start: CleanStart) -> FollowedSetting:
         """The setting at a place that the training loaders follow; they are requested.
@@ -91,6 +92,7 @@ class ProgramMaker:
         self,
         clean_start: CleanStart,
         followed: FollowedSetting,
+        before: Recipe,
         state: TrainingState,
         later: TrainerProgram | None,
     ) -> TrainerProgram:
@@ -99,6 +101,7 @@ class ProgramMaker:
         Args:
             clean_start: the state in which the training starts, entered.
             followed: the setting at a place that the loaders follow.
+            before: the optimizer steps of the project.
             state: the state of the training in which trials run.
             later: the program in a later state; ``None`` for none.
         """
@@ -121,16 +124,19 @@ class ProgramMaker:
             hook_of_epoch=state.begin_epoch,
         )
         validation_loaders = None if evaluation is None else evaluation.loaders
-        project_size = followed.project_size
-        accumulate = trainer.accumulate_grad_batches
-        step_samples = (project_size or 0) * accumulate
+        step_samples = (before.effective_batch_size or 0) // before.ranks
+        # No batch is larger than an epoch.
+        project_size = min(before.batch_size or 0, step_samples) or None
         is_kept = self.options.objective == "recipe" or setting.is_budget
         if step_samples <= self.policy.first_size and not is_kept:
             # It is a placeholder.
             project_size = None
-        why_not = why_not_accumulate(trainer, loaders, is_budget=setting.is_budget)
-        may_accumulate = step_samples >= (self.options.min_batch_size or 1) and not why_not
-        keeps_step = may_accumulate and self.options.keeps_step(accumulate)
+        may_accumulate = (
+            project_size is not None
+            and self.options.objective in ("auto", "recipe")
+            and not why_not_accumulate(trainer, loaders, is_budget=setting.is_budget)
+        )
+        accumulate = before.accumulate_grad_batches
         bounds = training_bounds(
             trainer,
             loaders,
@@ -138,7 +144,8 @@ class ProgramMaker:
             self.options,
             self.policy,
             project_size,
-            keeps_step=keeps_step or self.options.target_batch_size is not None,
+            keeps_step=(may_accumulate and self.options.keeps_step(accumulate))
+            or self.options.target_batch_size is not None,
         )
         largest_size = min([self.options.largest_size, *(size for size, _ in bounds)])
         unfreeze = partial(
@@ -157,7 +164,8 @@ class ProgramMaker:
             begin_stage,
             later,
             project_batch_size=project_size,
-            may_accumulate=may_accumulate,
+            step_samples=step_samples if may_accumulate else None,
+            accumulate_grad_batches=accumulate,
         )
         with noted_errors():
             program.restart(self._first_size)
@@ -231,7 +239,7 @@ class ProgramMaker:
         if self.options.min_batch_size is None:
             smallest = max(self.ranks.exchange(min(smallest, self.options.largest_size)))
             self.options = replace(self.options, min_batch_size=smallest)
-            self._first_size = self.options.first_size(self.policy)
+            self._first_size = self.options.first_size(self.policy.first_size)
 
     def _batches(self, loaders: StageLoaders, clean_start: CleanStart) -> ProbeBatches:
         return ProbeBatches(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from lightning_batchmem._lightning.apply import (
     project_recipe,
     settings_in_batches,
 )
-from lightning_batchmem._lightning.bounds import epoch_at, num_steps, why_not_accumulate
+from lightning_batchmem._lightning.bounds import (
+    epoch_at,
+    num_steps,
+    steps_are_batches,
+    why_not_accumulate,
+)
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.packages import noted_errors
@@ -41,7 +47,6 @@ from lightning_batchmem.plan.recipe import (
     Recipe,
     longer_search_note,
     rounded_step_note,
-    short_step_note,
 )
 from lightning_batchmem.plan.records import GROWTH_NOTE, mib
 from lightning_batchmem.search.compiled import each_size_static
@@ -85,6 +90,7 @@ class TrainerSearch:
         later: a function of the user that makes the state that needs most memory.
         is_simulated: whether the device is a simulated one. The size of the project is rehearsed
             there too.
+        earlier: the plan of an earlier fit in this process that has set the size.
     """
 
     trainer: Trainer
@@ -94,6 +100,7 @@ class TrainerSearch:
     ranks: Ranks
     later: Later | None = None
     is_simulated: bool = False
+    earlier: Plan | None = None
 
     def __post_init__(self) -> None:
         trainer = self.trainer
@@ -159,11 +166,10 @@ class TrainerSearch:
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]
             of_price = longer_search_note(seconds, plan.training_seconds)
         notes = (*first, found.longest_sample_note, *others, of_price)
-        project_size = plan.project_batch_size
+        project_size = plan.project_batch_size or 0
         reason = plan.reason
-        if project_size is not None and plan.batch_size < project_size:
-            size, _, why = reason.partition(": ")
-            reason = f"{size} instead of the project's {project_size:,}: {why}"
+        if plan.batch_size < project_size:
+            reason = reason.replace(": ", f" instead of the project's {project_size:,}: ", 1)
         return replace(
             plan,
             chosen=replace(plan.chosen, reason=reason),
@@ -186,11 +192,12 @@ class TrainerSearch:
         parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
             followed = maker.followed(setting, clean_start)
-            accumulate = self.trainer.accumulate_grad_batches
-            epoch = self._epoch(followed.loaders, followed.project_size or 1, accumulate)
-            before = project_recipe(followed, options, learning_rate, epoch)
+            before = project_recipe(followed, options, learning_rate, self.earlier)
+            now = self.trainer.accumulate_grad_batches
+            ratio = Fraction(before.accumulate_grad_batches, now)
+            before, _ = self._in_training(before, followed.loaders, ratio)
             later = None if found is None else found.program
-            program = maker.training(clean_start, followed, state, later)
+            program = maker.training(clean_start, followed, before, state, later)
             with noted_errors(program.batches):
                 plan = self._search_of(program, progress, maker.options).run(
                     device=self._device,
@@ -216,22 +223,19 @@ class TrainerSearch:
         accumulate = plan.accumulate_grad_batches
         target = self.options.target_batch_size
         # Settings that count batches go with the accumulation that keeps the project's own step.
-        as_accumulated = before.accumulate_grad_batches if target is not None else accumulate
-        epoch = self._epoch(loaders, plan.batch_size, as_accumulated)
-        samples = epoch.samples_of_step(plan.batch_size, accumulate) * trainer.world_size
-        after = replace(
-            plan.recipe,
-            effective_batch_size=samples,
-            num_steps=num_steps(trainer, epoch.batches, accumulate),
-            counts_batches=before.counts_batches,
-        )
+        now = trainer.accumulate_grad_batches
+        if program.samples_per_step is not None and now == before.accumulate_grad_batches:
+            now = before.batches_of_step
+        ratio = Fraction(1) if target is not None else Fraction(accumulate, now)
+        after, epoch = self._in_training(plan.recipe, loaders, ratio)
         scaling = self.options.lr_scaling
         rate = before.learning_rate
-        if scaling is not None and rate is not None and before.effective_batch_size is not None:
+        samples = after.effective_batch_size
+        if scaling and rate is not None and samples and before.effective_batch_size:
             factor = learning_rate_factor(scaling, samples, before.effective_batch_size)
             after = replace(after, learning_rate=rate * factor)
         settings = settings_in_batches(
-            trainer, as_accumulated, epoch.batches, follows_validation=program.follows_validation
+            trainer, ratio, epoch.batches, follows_validation=program.follows_validation
         )
         missed = rounded_step_note(
             after,
@@ -241,11 +245,11 @@ class TrainerSearch:
         )
         warnings = [
             *plan.warnings,
-            *filter(None, [missed, short_step_note(after, epoch)]),
+            *filter(None, [missed]),
             *self._warnings(after, before, program, loaders),
         ]
         notes = [
-            f"{name} is {count} instead of {getattr(trainer, name)}, because it counts batches."
+            f"{name} is {count:,} instead of {getattr(trainer, name):,}, because it counts batches."
             for name, count in settings.items()
         ]
         return replace(
@@ -262,11 +266,11 @@ class TrainerSearch:
         """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
         if after.accumulate_grad_batches != before.accumulate_grad_batches:
             text = (
-                f"BatchNorm normalizes each batch of {after.batch_size} by itself, and not the"
-                f" {before.batch_size} of your own size."
+                f"BatchNorm normalizes each batch of {after.batch_size:,} by itself, and not the"
+                f" {before.batch_size:,} of your own size."
             )
             return [text] if has_batch_norm(program.module) else []
-        if (after.batch_size or 0) >= (before.batch_size or 0):
+        if (after.effective_batch_size or 0) >= (before.effective_batch_size or 0):
             return []
         why = why_not_accumulate(self.trainer, loaders, is_budget=self.options.budget)
         if not why or self.options.objective not in ("auto", "recipe"):
@@ -282,14 +286,32 @@ class TrainerSearch:
         """A sentence about a size that the longest samples keep below that of the project."""
         # The samples of this rank may be others.
         note = self.ranks.exchange(program.longest_sample_note(plan.batch_size))[0]
-        is_smaller = project_size is not None and plan.batch_size < project_size
+        is_smaller = plan.batch_size < (project_size or 0)
         return note if is_smaller and plan.limited_by == "memory" else ""
 
-    def _epoch(self, loaders: StageLoaders, batch_size: int, accumulate_grad_batches: int) -> Epoch:
-        """An epoch at this size, on the rank with the fewest batches or samples."""
-        own = epoch_at(self.trainer, loaders, batch_size, accumulate_grad_batches)
-        batches, samples = zip(*self.ranks.exchange(own), strict=True)
-        return Epoch(min(batches), min(samples))
+    def _in_training(
+        self, recipe: Recipe, loaders: StageLoaders, ratio: Fraction
+    ) -> tuple[Recipe, Epoch]:
+        """The recipe with its samples and steps, and an epoch on the rank with the least of both.
+
+        Args:
+            recipe: the optimizer steps.
+            loaders: the loaders of the training.
+            ratio: by how much more batches make a step than for the limits of the Trainer.
+        """
+        trainer = self.trainer
+        size = recipe.batch_size or 1
+        accumulate = recipe.accumulate_grad_batches
+        of_ranks = self.ranks.exchange(epoch_at(trainer, loaders, size, ratio))
+        batches, samples = zip(*of_ranks, strict=True)
+        epoch = Epoch(min(batches), min(samples))
+        of_step = epoch.samples_of_step(size, accumulate) * recipe.ranks
+        return replace(
+            recipe,
+            effective_batch_size=of_step if recipe.batch_size else None,
+            num_steps=num_steps(trainer, epoch.batches, accumulate),
+            counts_batches=not steps_are_batches(trainer),
+        ), epoch
 
     def _confirmed(
         self,

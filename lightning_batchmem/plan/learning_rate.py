@@ -40,7 +40,7 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
     if ratio == 1 or not (old_size and size and names and is_kept):
         return ""
     step = "A batch" if after.counts_batches else "An optimizer step"
-    text = f"{step} has {unit.step_size(size)} instead of {old_size:,} at the same learning rate"
+    text = f"{step} has {unit.size(size)} instead of {old_size:,} at the same learning rate"
     if ratio > 1:
         text += ', so the training may end worse. objective="recipe" keeps your own size'
     listed = " and ".join(names)

@@ -15,18 +15,20 @@ _TEXTS: Mapping[str, str] = {
     "dataset": "the data set has no more than {size} for a full batch",
     "CPU memory": "more than {size} in the DataLoader's workers would fill the CPU's memory",
     "target_batch_size": "target_batch_size needs no more than {size} on a rank",
-    "max_batch_size": "max_batch_size is {number}",
+    "max_batch_size": "max_batch_size is {number:,}",
     "min_steps_per_epoch": (
         "a larger size would leave an epoch too few optimizer steps (min_steps_per_epoch is"
-        " {steps})"
+        " {steps:,})"
     ),
     "recipe": (
-        "the training may end worse at a larger size, because the project has {project};"
+        "the training may end worse at a larger size, because the project has {project:,};"
         ' objective="memory" lifts this'
     ),
     "validation data": "the validation data set has no full batch of more than {size}",
 }
-_TEXT_OF_KEPT_STEP = "an optimizer step of the project has no more than {samples:,} samples"
+_TEXT_OF_KEPT_STEP = (
+    "the recipe of the project allows no more than {samples:,} in an optimizer step"
+)
 _TEXTS_OF_BUDGET: Mapping[str, str] = {
     **_TEXTS,
     "dataset": "an epoch has no second batch above {size}",

@@ -265,9 +265,9 @@ def _why_no_larger(known: TrialsSoFar, largest_size: int) -> str:
 
 
 def _dropped_notes(known: TrialsSoFar) -> tuple[str, ...]:
-    unit = known.limits.unit
     return tuple(
-        f"The peak at {unit.size(size)} is above that of a larger size, so no line uses it."
+        f"The peak at {known.limits.unit.size(size)} is above that of a larger size, so no line"
+        " uses it."
         for size in dropped_sizes(ran_through(known.trials))
     )
 

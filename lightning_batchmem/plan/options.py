@@ -12,7 +12,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, get_args
 
-from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.unit import Unit
 
 _Arguments = ParamSpec("_Arguments")
@@ -127,9 +126,9 @@ class SearchOptions:
         if isinstance(self.memory_limit, Real):
             object.__setattr__(self, "memory_limit", _plain_number(self.memory_limit))
 
-    def first_size(self, policy: SearchPolicy) -> int:
-        """The smallest size to try."""
-        size = self.min_batch_size or policy.first_size
+    def first_size(self, default: int) -> int:
+        """The smallest size to try, which is the default if the arguments allow it."""
+        size = self.min_batch_size or default
         unit = self.multiple_of or 1
         return -(-size // unit) * unit
 

@@ -48,7 +48,7 @@ def slower_notes(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits)
     if batch_size != other.batch_size or ratio >= 1 - SLOWER_SHARE:
         return []
     return [
-        f"{limits.unit.size(batch_size)} are slower than your {limits.unit.number(own.batch_size)}:"
+        f"{limits.unit.size(batch_size)} are slower than your {own.batch_size:,}:"
         f" {ratio:.0%} of the {limits.unit.items} a second."
         ' objective="throughput" looks for the fastest size.'
     ]

@@ -36,7 +36,8 @@ class Epoch(NamedTuple):
         Lightning makes a step at the end of an epoch in any case.
         """
         batches = min(accumulate_grad_batches, max(1.0, self.batches))
-        return int(min(batches * batch_size, max(1.0, self.samples)))
+        # Without a batch there is no step, and any size may be meant.
+        return int(min(batches * batch_size, self.samples or math.inf))
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ class Recipe:
     learning_rate: float | None = None
     trainer_settings: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def batches_of_step(self) -> int:
+        """Batches to an optimizer step, which an epoch may end before it has all of them."""
+        samples = (self.effective_batch_size or math.inf) / self.ranks
+        return math.ceil(min(self.accumulate_grad_batches, samples / (self.batch_size or 1)))
+
 
 def step_ratio(before: Recipe, after: Recipe) -> float:
     """By how much the samples of a step grow; 1 where they are about the same, or not known."""
@@ -86,11 +93,13 @@ def training_text(before: Recipe, after: Recipe, unit: Unit) -> str:
     numbers = (before.num_steps, after.num_steps)
     ratio = step_ratio(before, after)
     if None not in numbers and numbers[0] != numbers[1]:
-        parts = [samples, f"{numbers[0]:,} -> {numbers[1]:,} {_plural(step)}"]
+        parts = [samples, f"{numbers[0]:,} -> {_counted(numbers[1], step)}"]
     elif ratio != 1:
         # The number of steps does not depend on the size.
-        number = _plural(step) if after.num_steps is None else _counted(after.num_steps, step)
-        parts = [f"{number} of {_samples(before, after, unit)}: {ratio:.3g} times the samples"]
+        parts = [
+            f"{_counted(after.num_steps, step)} of {_samples(before, after, unit)}: {ratio:.3g}"
+            " times the samples"
+        ]
     else:
         parts = [samples]
         if after.num_steps is not None:
@@ -108,13 +117,12 @@ def rounded_step_note(after: Recipe, samples_per_step: int | None, whose: str, u
         whose: where this number comes from.
         unit: what the sizes count.
     """
-    size = after.batch_size or 1
-    samples = size * after.accumulate_grad_batches * after.ranks
+    samples = after.effective_batch_size or 0
     if samples_per_step in (None, samples):
         return ""
     return (
-        f"An optimizer step has {unit.step_size(samples)}, not the {samples_per_step:,} of {whose}:"
-        f" {_made_of(after) or size}."
+        f"An optimizer step has {unit.size(samples)}, not the {samples_per_step:,} of {whose}:"
+        f" {_made_of(after)}."
     )
 
 
@@ -128,48 +136,39 @@ def longer_search_note(search_seconds: float, training_seconds: float | None) ->
     )
 
 
-def short_step_note(after: Recipe, epoch: Epoch) -> str:
-    """A sentence about epochs that are shorter than an optimizer step; empty for others."""
-    accumulate = after.accumulate_grad_batches
-    if epoch.batches >= accumulate:
-        return ""
-    return (
-        f"An optimizer step takes {accumulate} batches, but an epoch ends after"
-        f" {max(1, int(epoch.batches))}, so the step has fewer."
-    )
-
-
-def _plural(step: str) -> str:
-    return "batches" if step == "batch" else "steps"
-
-
-def _counted(count: int, step: str) -> str:
-    return f"1 {step}" if count == 1 else f"{count:,} {_plural(step)}"
+def _counted(count: int | None, step: str) -> str:
+    """A number of steps, or of batches; only the word where it is not known."""
+    words = "batches" if step == "batch" else "steps"
+    if count is None:
+        return words
+    return f"1 {step}" if count == 1 else f"{count:,} {words}"
 
 
 def _samples(before: Recipe, after: Recipe, unit: Unit) -> str:
     """The samples of a step before and after, and the batches that they are made of."""
-    sizes = [before.effective_batch_size, after.effective_batch_size]
-    made_of = [_made_of(before), _made_of(after)]
-    texts = [
-        f"{size:,}{f' ({parts})' if parts else ''}"
-        for size, parts in zip(sizes, made_of, strict=True)
-        if size is not None
+    known = [
+        (f"{recipe.effective_batch_size:,}", _made_of(recipe))
+        for recipe in (before, after)
+        if recipe.effective_batch_size
     ]
-    arrow = " -> ".join(dict.fromkeys(texts))
-    if len(texts) > 1 and sizes[0] == sizes[1] and made_of[0] != made_of[1]:
-        arrow = f"{sizes[1]:,} ({made_of[0] or sizes[0]} -> {made_of[1] or sizes[1]})"
-    return f"{unit.budget_name} {arrow}" if unit.budget_name else f"{arrow} samples"
+    made_of = dict.fromkeys(parts for _, parts in known)
+    if len(dict(known)) < len(made_of):
+        arrow = f"{known[0][0]} ({' -> '.join(made_of)})"
+    else:
+        texts = (size if size == parts else f"{size} ({parts})" for size, parts in known)
+        arrow = " -> ".join(dict.fromkeys(texts))
+    if unit.budget_name:
+        return f"{unit.budget_name} {arrow}"
+    return f"{arrow} sample{'s' * (arrow != '1')}"
 
 
 def _made_of(recipe: Recipe) -> str:
-    """The parts of a step, such as ``"2 ranks x 4 x 8"``; empty for one batch on one rank."""
-    parts = [str(recipe.batch_size)]
-    if recipe.accumulate_grad_batches > 1:
-        parts.insert(0, str(recipe.accumulate_grad_batches))
-    if recipe.ranks > 1:
-        parts.insert(0, f"{recipe.ranks} ranks")
-    return " x ".join(parts) if len(parts) > 1 and recipe.batch_size else ""
+    """The parts of a step, such as ``"2 ranks x 4 x 8"``; its samples for one batch on one rank."""
+    batches = recipe.batches_of_step
+    if batches == recipe.ranks == 1 or not recipe.batch_size:
+        return f"{recipe.effective_batch_size or 0:,}"
+    ranks = [f"{recipe.ranks} ranks"] * (recipe.ranks > 1)
+    return " x ".join([*ranks, *[str(batches)] * (batches > 1), f"{recipe.batch_size:,}"])
 
 
 def _rates(before: Recipe, after: Recipe) -> str:

@@ -69,14 +69,14 @@ def decide(
             return _not_verified(known)
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
     objective = objective_of(limits.options)
-    if limits.step.may_keep and known.smallest_failed <= (limits.step.batch_size or 0):
+    own_size = limits.step.batch_size or 0
+    if limits.step.may_keep and known.smallest_failed <= own_size:
         return SearchFailed(_project_does_not_fit(known))
     if not known.has_rehearsed:
         rung = objective.next_probe(known)
         if rung is not None:
             return NextSize(rung, "probe")
     size = objective.next_rehearsal(known)
-    own_size = limits.step.batch_size or 0
     if limits.step.may_keep and (known.passed if size is None else size) < own_size:
         # The training runs at this size without a search, so it may be nearer to the limit.
         may_fit = limits.catches_errors and own_size <= known.size_at_limit
@@ -90,11 +90,11 @@ def decide(
 
 def _project_does_not_fit(known: TrialsSoFar) -> str:
     limits = known.limits
-    size = limits.unit.size(limits.step.batch_size or 0)
-    failures = (t.failure for t in known.failed if t.batch_size == limits.step.batch_size)
-    limit = mib(limits.limit_bytes)
-    why = next(failures, f"may need more than the limit of {limit} leaves for tensors")
-    return f"{size}, the size of the project, {why}"
+    why = next(
+        (t.failure for t in known.failed if t.batch_size == limits.step.batch_size),
+        f"may need more than the limit of {mib(limits.limit_bytes)} leaves for tensors",
+    )
+    return f"{limits.unit.size(limits.step.batch_size or 0)}, the size of the project, {why}"
 
 
 def runs_left(step: NextSize, trials: Sequence[Trial]) -> int:
@@ -131,7 +131,7 @@ def _not_verified(known: TrialsSoFar) -> Chosen:
         # Another size would change the training, and save nothing.
         size = limits.step.batch_size or size
     reason = (
-        f"{limits.unit.size(size)}: tensors fit at {trial.batch_size}, but the process took"
+        f"{limits.unit.size(size)}: tensors fit at {trial.batch_size:,}, but the process took"
         f" {mib(trial.held_bytes)} there, more than the limit."
     )
     note = (
@@ -144,10 +144,9 @@ def _not_verified(known: TrialsSoFar) -> Chosen:
 def _empty_range(limits: SearchLimits) -> str:
     multiple_of = limits.options.multiple_of
     wanted = f"No multiple of {multiple_of}" if multiple_of else "No size"
-    lowest = max(1, limits.min_batch_size)
     return (
-        f"{wanted} lies between min_batch_size={lowest} and the largest size:"
-        f" {limits.largest_text}."
+        f"{wanted} lies between min_batch_size={max(1, limits.min_batch_size):,} and the largest"
+        f" size: {limits.largest_text}."
     )
 
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from lightning_batchmem.plan.limits import SearchLimits
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Division of an optimizer step: samples per rank, micro batches, and samples in all."""
-
-    batch_size: int
-    accumulate_grad_batches: int
-    effective_batch_size: int
-
-
 def micro_batch(
     target_batch_size: int, *, largest: int, ranks: int = 1, multiple_of: int | None = None
-) -> MicroBatch:
+) -> tuple[int, int]:
     """Divide ``target_batch_size`` into micro batches of at most ``largest`` samples per rank.
 
     Up to twice as many micro batches as needed are accepted where they make exactly the target.
@@ -40,7 +31,7 @@ def micro_batch(
     # because the share at `fewest` micro batches is at most the largest multiple.
     step_unit = accumulate * ranks * unit
     batch_size = unit * ((2 * target_batch_size + step_unit) // (2 * step_unit))
-    return MicroBatch(batch_size, accumulate, batch_size * accumulate * ranks)
+    return batch_size, accumulate
 
 
 @cache
@@ -51,18 +42,15 @@ def _divisors(number: int) -> list[int]:
 
 
 @cache
-def micro_batches(
-    target_batch_size: int, ranks: int, multiple_of: int | None
-) -> dict[int, MicroBatch]:
-    """Every size that divides the target exactly or nearly so, largest first."""
-    found: dict[int, MicroBatch] = {}
+def micro_batches(target_batch_size: int, ranks: int, multiple_of: int | None) -> dict[int, int]:
+    """Every size that divides the target exactly or nearly so, largest first, and its batches."""
+    found: dict[int, int] = {}
     largest = target_batch_size // ranks
     while largest >= (multiple_of or 1):
-        micro = micro_batch(
+        size, found[size] = micro_batch(
             target_batch_size, largest=largest, ranks=ranks, multiple_of=multiple_of
         )
-        found[micro.batch_size] = micro
-        largest = micro.batch_size - 1
+        largest = size - 1
     return found
 
 
@@ -72,7 +60,7 @@ def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
     if target is None:
         return limits.step.accumulate_grad_batches
     micro = micro_batches(target, limits.step.ranks, limits.options.multiple_of)
-    return micro[batch_size].accumulate_grad_batches
+    return micro[batch_size]
 
 
 def size_range(limits: SearchLimits) -> tuple[int, int]:

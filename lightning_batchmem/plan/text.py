@@ -73,7 +73,7 @@ def headline(plan: Plan) -> str:
         where = f" on a {plan.device}"
         verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
     return shown(
-        f"{plan.unit.name} {plan.unit.number(plan.batch_size)}{_on_each_rank(plan)}{where},"
+        f"{plan.unit.name} {plan.batch_size:,}{_on_each_rank(plan)}{where},"
         f" limited by {plan.limited_by}, {verified}"
     )
 
@@ -133,13 +133,13 @@ def _known_sizes(plan: Plan) -> str:
         how_known += f", {plan.chosen.state}"
     speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(plan.trials)}
     fastest = plan.fastest_batch_size
-    text = f"fits {plan.unit.number(largest)} ({how_known})"
+    text = f"fits {largest:,} ({how_known})"
     if fastest is None:
         return text
     speed = (
         f" ({plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s)" if fastest in speeds else ""
     )
-    return f"{text} · fastest {plan.unit.number(fastest)}{speed}"
+    return f"{text} · fastest {fastest:,}{speed}"
 
 
 def _speeds(plan: Plan) -> str:
@@ -147,8 +147,8 @@ def _speeds(plan: Plan) -> str:
     own, chosen = plan.speeds
     own_speed, speed = (plan.ranks * one.samples_per_second for one in (own, chosen))
     return (
-        f"{own_speed:,.0f} {plan.unit.items}/s at {plan.unit.number(own.batch_size)} (yours),"
-        f" {speed:,.0f} at {plan.unit.number(chosen.batch_size)}"
+        f"{own_speed:,.0f} {plan.unit.items}/s at {own.batch_size:,} (yours),"
+        f" {speed:,.0f} at {chosen.batch_size:,}"
     )
 
 

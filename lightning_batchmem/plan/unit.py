@@ -35,14 +35,7 @@ class Unit:
         """What a line grows with."""
         return f"for each of {self.budget_name}" if self.budget_name else "a sample"
 
-    def number(self, size: int) -> str:
-        """A size as a number; a budget is often a large one."""
-        return f"{size:,}" if self.budget_name else str(size)
-
     def size(self, size: int) -> str:
         """A size as a number of samples, or as a budget."""
-        return f"{self.budget_name} {size:,}" if self.budget_name else f"{size} samples"
-
-    def step_size(self, size: int) -> str:
-        """What an optimizer step has, likewise; it is often a large number."""
-        return self.size(size) if self.budget_name else f"{size:,} samples"
+        name = self.budget_name
+        return f"{name} {size:,}" if name else f"{size:,} sample{'s' * (size != 1)}"

@@ -123,7 +123,7 @@ def fits_text(plan: Plan, memory: RunMemory, device: str, precision: str) -> str
     """Return a line that says which size fits in how much memory, rounded up, and where."""
     if not memory.held_bytes:
         return ""
-    size = f"{plan.unit.name} {plan.unit.number(plan.batch_size)}"
+    size = f"{plan.unit.name} {plan.batch_size:,}"
     ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     held_gib = math.ceil(10 * memory.held_bytes / 2**30) / 10
     place = f"{device_text(device)}, torch {torch.__version__.partition('+')[0]}, {precision}"

@@ -165,7 +165,7 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
     multiple_of = limits.options.multiple_of or 1
     sizes = f"multiples of {multiple_of}" if multiple_of > 1 else "sizes"
     return (
-        f"it has {limits.unit.size(size)}, and {sizes} from {lowest} to {highest} are allowed:"
+        f"it has {limits.unit.size(size)}, and {sizes} from {lowest:,} to {highest:,} are allowed:"
         f" {limits.largest_text}"
     )
 

@@ -13,6 +13,7 @@ from lightning_batchmem.plan.limits import ProjectStep, SearchLimits
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, mib
+from lightning_batchmem.plan.sizes import micro_batches
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import Ranks
 
@@ -130,10 +131,6 @@ def search_limits(
         options = replace(options, target_batch_size=None)
     bounds: list[Bound] = [*program.bounds(), *options.bounds]
     project_size = program.project_batch_size
-    kept_samples = options.target_batch_size
-    if keeps_step and project_size is not None:
-        kept_samples = project_size * program.accumulate_grad_batches * ranks.size
-        bounds.append((kept_samples // ranks.size, "recipe"))
     if not room.device.is_host:
         bounds.append((_largest_in_host_memory(program, room, options), "CPU memory"))
     # Of equal bounds max_batch_size is named first, and other arguments last.
@@ -144,6 +141,10 @@ def search_limits(
         parameters = program.module.parameters()
         without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         missing_bytes = held_bytes + bytes_of(without_gradient) - search_bytes
+    fragmented_bytes = 0
+    if program.is_ragged and not (room.device.is_host or room.device.has_expandable_segments):
+        # What the process holds already are mostly weights, which change no shape.
+        fragmented_bytes = int((1 - RAGGED_SHARE) * max(0, search_bytes - held_bytes))
     own = (
         search_bytes,
         missing_bytes,
@@ -151,19 +152,37 @@ def search_limits(
         program.avoided_sizes(),
         program.sample_sizes(),
         room.device.has_expandable_segments,
-        program.is_ragged,
+        fragmented_bytes,
     )
     of_ranks = zip(*ranks.exchange(own), strict=True)
-    limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes, expandable, ragged = of_ranks
+    limits, missing_of_ranks, bounds_of_ranks, avoided, sample_sizes, expandable, fragmented = (
+        of_ranks
+    )
     largest, reason = min(bounds_of_ranks, key=lambda bound: bound[0])
     program.use_sample_sizes(sample_sizes)
     unit = options.multiple_of or 1
-    fragmented_bytes = 0
-    if any(ragged) and not (room.device.is_host or all(expandable)):
-        # What the process holds already are mostly weights, which change no shape.
-        fragmented_bytes = int((1 - RAGGED_SHARE) * max(0, min(limits) - held_bytes))
+    kept_samples = options.target_batch_size
+    step_samples = program.step_samples
+    may_keep = (
+        step_samples is not None
+        and project_size is not None
+        and project_size <= largest // unit * unit
+        # About half of the size is the largest that can keep the step.
+        and (options.min_batch_size or 1) <= project_size // 2
+    )
+    # objective="recipe" keeps it also where the size of the project is not allowed.
+    keeps_step = keeps_step or (options.objective == "recipe" and not may_keep)
+    if keeps_step and step_samples is not None:
+        sizes = micro_batches(step_samples * ranks.size, ranks.size, options.multiple_of)
+        smallest = options.first_size(1)
+        if max(sizes, default=0) < smallest:
+            # The nearest step that the arguments allow.
+            step_samples = smallest
+        kept_samples = step_samples * ranks.size
+        if step_samples < largest:
+            largest, reason = step_samples, "recipe"
     return SearchLimits(
-        limit_bytes=min(limits) - fragmented_bytes,
+        limit_bytes=min(limits) - max(fragmented),
         min_batch_size=options.min_batch_size or min(policy.first_size, largest),
         max_batch_size=largest,
         max_reason=reason,
@@ -173,18 +192,10 @@ def search_limits(
             program.accumulate_grad_batches,
             kept_samples,
             ranks.size,
-            may_keep=(
-                kept_samples is None
-                and options.objective in ("auto", "recipe")
-                and program.may_accumulate
-                and project_size is not None
-                and project_size <= largest // unit * unit
-                # About half of the size is the largest that can keep the step.
-                and (options.min_batch_size or 1) <= project_size // 2
-            ),
+            may_keep=may_keep and kept_samples is None,
         ),
         missing_bytes=max(0, *missing_of_ranks),
-        fragmented_bytes=fragmented_bytes,
+        fragmented_bytes=max(fragmented),
         is_host=room.device.is_host,
         steps_are_collective=program.steps_are_collective,
         has_expandable_segments=all(expandable),

@@ -46,8 +46,11 @@ class OwnSize:
         limits = self.limits
         own_size = limits.step.batch_size
         size = chosen.batch_size
-        largest = min(chosen.largest_batch_size or size, limits.max_batch_size)
-        if own_size in (None, size) or own_size > largest or not is_allowed(own_size, limits):
+        if (
+            own_size in (None, size)
+            or own_size > min(chosen.largest_batch_size or size, limits.max_batch_size)
+            or not is_allowed(own_size, limits)
+        ):
             return chosen
         own = Speed(own_size, self._samples_per_second(own_size))
         other = Speed(size, self._samples_per_second(size))
@@ -60,17 +63,18 @@ class OwnSize:
         trial = run(NextSize(own_size, "rehearsal"))
         if trial.outcome != "ok":
             return chosen
-        unit = limits.unit
         how = "ran slower" if objective == "auto" else "did not run clearly faster"
-        reason = f"{unit.size(own_size)}, the size of the project: {unit.size(size)} {how}."
+        reason = (
+            f"{limits.unit.size(own_size)}, the size of the project:"
+            f" {limits.unit.size(size)} {how}."
+        )
         return replace(chosen, batch_size=own_size, limited_by="throughput", reason=reason)
 
     def notes_of_loss(self, batch_size: int) -> list[str]:
         """A sentence about a loss with which accumulation does not go, where it was begun."""
         accumulate = accumulated_batches(batch_size, self.limits)
         is_begun = accumulate > self.program.accumulate_grad_batches
-        is_possible = not (self.limits.steps_are_collective or self.limits.options.budget)
-        if not (is_begun and is_possible) or batch_size < max(COPIES):
+        if not is_begun or self.limits.steps_are_collective or batch_size < max(COPIES):
             return []
         losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
         return loss_notes(losses)

@@ -118,7 +118,8 @@ class Program:
             evaluation.
         project_batch_size: the size of the project; ``None`` where it is not known, or a
             placeholder.
-        may_accumulate: whether the search may choose how many batches an optimizer step has.
+        step_samples: samples of an optimizer step of the project on a rank, which accumulation may
+            keep; ``None`` if the search may not choose how many batches a step has.
         later: the program in a later state of the training, where this one is in the first state;
             ``None`` for none. Its restarts keep the caches of the device.
     """
@@ -132,7 +133,7 @@ class Program:
     steps_are_collective = False
     accumulate_grad_batches = 1
     project_batch_size: int | None = None
-    may_accumulate = False
+    step_samples: int | None = None
     later: Program | None = None
 
     @property
@@ -205,6 +206,8 @@ class Program:
 
     def loss_of_copies(self, batch_size: int) -> float | None:
         """The loss of the first step on copies of one sample; ``None`` where it is not known.
+
+        Nor is it known where a second step on the same batch has another loss, which is random.
 
         The step runs on this rank alone.
         """

@@ -75,10 +75,7 @@ class BatchSizeSearch:
         self._options = options
         self._runner = TrialRunner(program, room.device, ranks, policy, progress.begin_step)
         keeps_step = options.keeps_step(program.accumulate_grad_batches)
-        self._limits = self._limits_of(keeps_step=keeps_step and program.may_accumulate)
-        if options.objective == "recipe" and not self._limits.step.may_keep:
-            # The size of the project is not allowed.
-            self._limits = self._limits_of(keeps_step=program.may_accumulate)
+        self._limits = self._limits_of(keeps_step=keeps_step)
         # A later state may run out of memory that the first one has fragmented.
         self._later_runner: TrialRunner | None = None
         if program.later is not None and self._limits.catches_errors:
@@ -204,8 +201,7 @@ class BatchSizeSearch:
     def _keep_step_of(self, plan: Plan) -> None:
         """Keep the samples of an optimizer step if an earlier plan has kept them."""
         has_changed = plan.accumulate_grad_batches != self._limits.step.accumulate_grad_batches
-        may_keep = self._program.may_accumulate and self._options.objective in ("auto", "recipe")
-        if has_changed and may_keep and self._limits.step.kept_samples is None:
+        if has_changed and self._limits.step.kept_samples is None:
             self._limits = self._limits_of(keeps_step=True)
 
     def _limits_of(self, *, keeps_step: bool) -> SearchLimits:
@@ -231,8 +227,10 @@ class BatchSizeSearch:
         chosen = self._search()
         if isinstance(chosen, SearchFailed):
             return chosen
-        size = self._limits.unit.size(chosen.batch_size)
-        reason = f"{size}: {why}. Accumulation keeps the samples of an optimizer step."
+        reason = (
+            f"{self._limits.unit.size(chosen.batch_size)}: {why}. Accumulation keeps the samples of"
+            " an optimizer step."
+        )
         return replace(chosen, limited_by="memory", reason=reason)
 
     def _search(self) -> Chosen | SearchFailed:

@@ -60,7 +60,8 @@ def test_an_epoch_shorter_than_an_optimizer_step(search, device):
     options = {"target_batch_size": 4000, "lr_scaling": "linear"}
     plan = search(module, options=options, limit_train_batches=2)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
-    assert any("takes 10 batches, but an epoch ends after 2," in text for text in plan.warnings)
+    warning = "An optimizer step has 800 samples, not the 4,000 of target_batch_size: 2 x 400."
+    assert warning in plan.warnings
     assert module.lr == pytest.approx(0.2)
 
 

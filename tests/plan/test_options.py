@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
-from lightning_batchmem.plan.policy import SearchPolicy
 
 BUDGET = 100 * 2**30
 
@@ -147,7 +146,7 @@ def test_wrong_arguments(arguments, message):
     ],
 )
 def test_the_first_size_is_a_multiple(arguments, size):
-    assert SearchOptions(**arguments).first_size(SearchPolicy()) == size
+    assert SearchOptions(**arguments).first_size(2) == size
 
 
 def test_numbers_of_numpy_become_plain():

@@ -7,7 +7,6 @@ from lightning_batchmem.plan.recipe import (
     Recipe,
     longer_search_note,
     rounded_step_note,
-    short_step_note,
     step_ratio,
     training_text,
 )
@@ -74,6 +73,20 @@ def recipe(size, steps, *, accumulate=1, ranks=1, rates=(0.001,), **more):
             recipe(32, 100, counts_batches=True),
             f"100 batches of 16 -> 32 samples: 2 times the samples, {RATE}",
         ),
+        # An epoch ends before the accumulation does.
+        (
+            replace(recipe(4, 1, accumulate=8), effective_batch_size=14),
+            recipe(14, 1),
+            f"14 (4 x 4 -> 14) samples a step, 1 step, {RATE}",
+        ),
+        # It has fewer samples than a batch.
+        (
+            replace(recipe(10_000, 1), effective_batch_size=5000),
+            recipe(250, 1, accumulate=20),
+            f"5,000 (5,000 -> 20 x 250) samples a step, 1 step, {RATE}",
+        ),
+        (recipe(1, 50), recipe(1, 50), f"1 sample a step, 50 steps, {RATE}"),
+        (recipe(1, 2), recipe(2, 1), f"1 -> 2 samples a step, 2 -> 1 step, {RATE}"),
         (recipe(7, 1), recipe(8, 1), f"1 step of 7 -> 8 samples: 1.14 times the samples, {RATE}"),
         # Groups of parameters.
         (
@@ -113,7 +126,8 @@ def test_the_ratio_is_1_where_a_size_is_not_known():
         (Epoch(3, 80), 32, 2, 64),
         # Under limit_train_batches=2.
         (Epoch(2, 64), 32, 4, 64),
-        (Epoch(0, 0), 32, 4, 1),
+        # Without a batch there is no step.
+        (Epoch(0, 0), 32, 4, 32),
     ],
 )
 def test_the_samples_of_an_optimizer_step(epoch, batch_size, accumulate, samples):
@@ -124,19 +138,13 @@ def test_the_samples_of_an_optimizer_step(epoch, batch_size, accumulate, samples
     ("budget_name", "size"), [(None, "1,008 samples"), ("max_tokens", "max_tokens 1,008")]
 )
 def test_a_step_that_is_missed_is_one_note(budget_name, size):
-    after = Recipe(126, 2, 4)
+    after = Recipe(126, 2, 4, 1008)
     note = rounded_step_note(after, 1010, "target_batch_size", Unit(budget_name))
     assert note == (
         f"An optimizer step has {size}, not the 1,010 of target_batch_size: 4 ranks x 2 x 126."
     )
     assert rounded_step_note(after, 1008, "target_batch_size", Unit(budget_name)) == ""
     assert rounded_step_note(after, None, "target_batch_size", Unit(budget_name)) == ""
-
-
-def test_an_epoch_that_is_shorter_than_a_step_is_one_note():
-    note = "An optimizer step takes 4 batches, but an epoch ends after 3, so the step has fewer."
-    assert short_step_note(Recipe(8, 4), Epoch(3, 24)) == note
-    assert short_step_note(Recipe(8, 4), Epoch(4, 32)) == ""
 
 
 def test_a_search_that_takes_longer_than_the_training_is_one_note():

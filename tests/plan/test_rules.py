@@ -125,7 +125,7 @@ def test_the_plan_states_what_it_was_computed_from():
     steep = drive(device([[(1000, 4300)]]), limits(**COLLECTIVE))
     assert steep.text == "2p 1r"
     assert steep.plan.reason == (
-        "1 samples: no larger size was rehearsed, because an error on one rank ends all ranks."
+        "1 sample: no larger size was rehearsed, because an error on one rank ends all ranks."
     )
     lower = drive(passing(250), limits()).plan
     reason = "248 samples: 261 samples fit only if the allocator releases its cache in every step."
@@ -201,7 +201,7 @@ def test_a_device_that_does_not_limit_the_size_gets_no_advice():
         (
             passing(0),
             {},
-            "Nothing fits: 1 samples, the smallest size allowed, fit only if the allocator",
+            "Nothing fits: 1 sample, the smallest size allowed, fit only if the allocator",
             "",
         ),
         (
@@ -557,7 +557,7 @@ def test_a_size_above_the_limit_of_the_host_is_refused():
 
     driven = drive(run, limits(is_host=True))
     assert driven.text == "2p! 1p!"
-    assert driven.step.reason.startswith("Nothing fits: 1 samples, the smallest size allowed, need")
+    assert driven.step.reason.startswith("Nothing fits: 1 sample, the smallest size allowed, need")
 
 
 def test_ranks_time_no_size_above_their_share():
@@ -579,8 +579,8 @@ def test_the_reason_of_a_fast_size_does_not_name_it_the_largest_that_is_predicte
     run = device(STRAIGHT, 50_000, speed_at=launching)
     plan = drive(run, limits(50_000, objective="throughput")).plan
     assert (plan.batch_size, plan.limited_by) == (1024, "memory")
-    largest = f"{plan.largest_batch_size} samples"
-    assert plan.reason == f"1024 samples: the limit leaves room for no more than {largest}."
+    largest = f"{plan.largest_batch_size:,} samples"
+    assert plan.reason == f"1,024 samples: the limit leaves room for no more than {largest}."
 
 
 def test_a_peak_above_that_of_a_larger_size_is_left_out():

@@ -32,7 +32,7 @@ from lightning_batchmem.plan.sizes import micro_batch, rounded, size_range
 )
 def test_micro_batch(target, largest, ranks, multiple_of, expected):
     found = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
-    assert (found.batch_size, found.accumulate_grad_batches, found.effective_batch_size) == expected
+    assert (*found, found[0] * found[1] * ranks) == expected
 
 
 @given(
@@ -44,18 +44,16 @@ def test_micro_batch(target, largest, ranks, multiple_of, expected):
 def test_properties_of_a_micro_batch(target, largest, ranks, multiple_of):
     unit = multiple_of or 1
     assume(largest >= unit and target >= ranks * unit)
-    found = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
-    steps = found.accumulate_grad_batches
-    assert 1 <= found.batch_size <= largest
-    assert found.batch_size % unit == 0
-    assert found.effective_batch_size == found.batch_size * steps * ranks
-    usable = max(size for size in range(1, largest + 1) if size % unit == 0)
+    size, steps = micro_batch(target, largest=largest, ranks=ranks, multiple_of=multiple_of)
+    assert 1 <= size <= largest
+    assert size % unit == 0
+    usable = max(other for other in range(1, largest + 1) if other % unit == 0)
     fewest = next(k for k in range(1, target + 1) if k * ranks * usable >= target)
     exact = [k for k in range(fewest, 2 * fewest + 1) if target % (k * ranks * unit) == 0]
     assert steps == (exact[0] if exact else fewest)
-    assert (found.effective_batch_size == target) == bool(exact)
-    errors = [abs(size * steps * ranks - target) for size in range(unit, largest + 1, unit)]
-    assert abs(found.effective_batch_size - target) == min(errors)
+    assert (size * steps * ranks == target) == bool(exact)
+    errors = [abs(other * steps * ranks - target) for other in range(unit, largest + 1, unit)]
+    assert abs(size * steps * ranks - target) == min(errors)
 
 
 def test_sizes_that_are_avoided():

@@ -90,7 +90,7 @@ def test_gradients_are_part_of_what_the_host_must_hold(fake_device):
 
 
 def test_all_ranks_use_the_least_limits_and_the_longest_sample(fake_device):
-    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9, True, False)
+    other = (700 * KIB, 30 * KIB, (50, "dataset"), {7}, 9, True, 0)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, other])
     device = fake_device(available_bytes=1000 * KIB)
     device.as_host()
@@ -118,14 +118,14 @@ def test_batches_of_ever_new_shapes_leave_a_share_of_the_room_free(fake_device):
     budget = budget_of(device)
     assert limits_of(program, budget).fragmented_bytes == 0
     # Another rank has them.
-    theirs = (900 * KIB, 0, (50, "dataset"), set(), 9, False, True)
+    theirs = (900 * KIB, 0, (50, "dataset"), set(), 9, False, 200 * KIB)
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, theirs])
-    held_bytes = device.current().allocated_bytes
-    room_bytes = 900 * KIB - held_bytes
-    for limits in (limits_of(program, budget, ranks), limits_of(ragged, budget, ranks)):
-        assert limits.fragmented_bytes == int((1 - RAGGED_SHARE) * room_bytes)
-        assert limits.limit_bytes == 900 * KIB - limits.fragmented_bytes
+    for one in (program, ragged):
+        limits = limits_of(one, budget, ranks)
+        assert (limits.fragmented_bytes, limits.limit_bytes) == (200 * KIB, 700 * KIB)
     alone = limits_of(ragged, budget)
+    room_bytes = budget.limit_bytes() - device.current().allocated_bytes
+    assert alone.fragmented_bytes == int((1 - RAGGED_SHARE) * room_bytes)
     assert alone.limit_bytes + alone.fragmented_bytes == budget.limit_bytes()
     # Segments that grow do not fragment, and a host is left three quarters of its room.
     device.has_expandable_segments = True
