@@ -214,7 +214,7 @@ class MemoryProfiler(Callback):
         self._begin(trainer, pl_module, "train")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the totals of the ranks, and leave out the time between two epochs."""
+        """Begin the peak of an epoch."""
         if self._run is not None:
             self._run.begin_epoch()
 
@@ -262,9 +262,9 @@ class MemoryProfiler(Callback):
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End an epoch; the ranks exchange their totals in the next hook that all of them call."""
+        """End the last step of an epoch."""
         if self._run is not None:
-            self._run.end_epoch(trainer)
+            self._run.end_epoch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a training."""

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     OnExceptionCheckpoint,
+    Timer,
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
@@ -376,6 +377,40 @@ def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, dev
         " batch size than yours. If it occurs only there, the module may need its own size, or what"
         " another callback sets in on_fit_start or later: let the callback set it in setup."
     ]
+
+
+class KeepsWeights(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        self.weights = module.state_dict()
+
+
+class KeepsBest(ModelCheckpoint):
+    def on_validation_end(self, trainer, module):
+        self.weights = module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("callback", "is_named"),
+    [
+        (KeepsWeights(), True),
+        (KeepsBest(save_top_k=0), True),
+        (LambdaCallback(on_before_zero_grad=lambda *_: None), True),
+        # Lightning's own callbacks, and what is called before the search.
+        (Timer(), False),
+        (MemoryProfiler(csv=False), False),
+        (LambdaCallback(on_fit_start=lambda *_: None), False),
+    ],
+)
+def test_a_note_names_callbacks_that_did_not_run(search, device, callback, is_named):
+    options = {"enable_checkpointing": isinstance(callback, KeepsBest)}
+    plan = search(Lawful(device, law), callback, **options)
+    notes = [note for note in plan.notes if "Callbacks do nothing in a search" in note]
+    assert bool(notes) == is_named
+    if is_named:
+        assert f"not counted: {type(callback).__name__}. Leave room" in notes[0]
+    # Below the limit there is room for what they keep.
+    plan = search(Lawful(device, law), callback, options={"max_batch_size": 9}, **options)
+    assert not any("Callbacks do nothing" in note for note in plan.notes)
 
 
 def test_a_callback_may_give_the_module_an_attribute_in_setup(search, device):

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
@@ -487,7 +487,8 @@ def test_what_steps_keep_is_no_activation(tmp_path, device_memory, capsys, is_ho
         if where == "forward":
             device_memory.keep(int(kept_mib * step * MIB))
 
-    profiler, _ = profiled(tmp_path, Net(work), loader=data(samples=400), log_every_n_steps=10)
+    options = {"loader": data(samples=40), "max_epochs": 10, "log_every_n_steps": 10}
+    profiler, _ = profiled(tmp_path, Net(work), **options)
     breakdown = profiler.summary.memory.breakdown
     # What the last step keeps is an activation of this step.
     assert breakdown.kept_bytes == (98 * MIB if row else 0)
@@ -735,7 +736,7 @@ def test_the_peak_between_two_steps_is_known_with_the_step_before(
     # A step of a validation may come first.
     is_before_validation = hook in ("on_validation_start", "on_save_checkpoint")
     assert found == dict.fromkeys([] if is_before_validation else steps, 301.0)
-    text = f"| after step {steps[0] - 1} and before the next one | 301.0 MiB |"
+    text = f"| after step {steps[0] - 1} | 301.0 MiB |"
     assert text in " ".join(capsys.readouterr().out.split())
 
 
@@ -749,26 +750,54 @@ def test_the_memory_after_the_last_step_counts(tmp_path, device_memory, capsys):
     between = profiler.summary.memory.between_steps
     assert (between.peak_bytes, between.after_step) == (301 * MIB, 11)
     assert before_mib(tmp_path) == {}
-    assert "| after the last step " in capsys.readouterr().out
+    assert "| after step 11 " in capsys.readouterr().out
     profiler, _ = profiled(tmp_path / "quiet", Net(), max_epochs=2)
     assert profiler.summary.memory.between_bytes == 0
-    assert "before the next one" not in capsys.readouterr().out
+    assert "| after step" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gap_seconds", [0.0, 1.0])
-def test_a_callback_that_takes_long_between_two_steps_is_looked_at(
-    tmp_path, device_memory, clock, gap_seconds
-):
-    """After step 96 what is between two steps is read at some steps only."""
+class UsesAtEnd(Net):
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+
+    def on_train_batch_end(self, *_):
+        super().on_train_batch_end()
+        self.use(None, self)
+
+
+@pytest.mark.parametrize("place", ["before", "after", "module"])
+def test_what_a_hook_takes_after_a_step_is_no_part_of_it(tmp_path, device_memory, place):
+    """After step 96 what is between two steps is read at some steps, or where a hook is there."""
 
     def use(trainer, module):
-        if module.steps == 150:
+        if module.steps == 150 + (place == "module"):
             device_memory.use(300 * MIB)
             device_memory.free()
-            clock.sleep(gap_seconds)
 
-    profiled(tmp_path, Net(), At(on_train_batch_end=use), loader=data(samples=800))
-    assert before_mib(tmp_path) == ({151: 301.0} if gap_seconds else {})
+    profiler = MemoryProfiler()
+    callbacks = [profiler]
+    if place != "module":
+        callbacks.insert(place == "after", At(on_train_batch_end=use))
+    module = UsesAtEnd(use) if place == "module" else Net()
+    trainer_for(tmp_path, *callbacks).fit(module, data(samples=800))
+    assert before_mib(tmp_path) == {151: 301.0}
+    memory = profiler.summary.memory
+    assert memory.peak_bytes == MIB
+    assert (memory.between_steps.peak_bytes, memory.between_steps.after_step) == (301 * MIB, 150)
+    assert profiler.run_peak_bytes == 301 * MIB
+
+
+def test_what_a_hook_takes_after_a_validation_step_is_no_part_of_it(tmp_path, device_memory):
+    def use(*_):
+        device_memory.use(300 * MIB)
+        device_memory.free()
+
+    profiler, _ = profiled(
+        tmp_path, Validated(), At(on_validation_batch_end=use), val=data(samples=8)
+    )
+    assert profiler.summary.memory.validation_peak_bytes == MIB
+    assert profiler.summary.memory.between_steps.peak_bytes == 301 * MIB
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
@@ -874,7 +903,7 @@ ALERTS = {
         r"The peak, 1,000\.0 MiB, is above 95%.*Use a smaller batch, or recompute",
         {"log_every_n_steps": 0},
     ),
-    "leak": (r"grows by 1\.0 MiB a step", {"loader": data(samples=800)}),
+    "leak": (r"grows by 1\.0 MiB a step", {"loader": data(samples=80), "max_epochs": 10}),
 }
 
 
@@ -906,8 +935,20 @@ def test_a_leak_is_found_where_a_validation_follows_each_step(tmp_path, device_m
 
     # The steps of a validation have numbers of their own.
     module = Validated(work)
+    options = {"val_check_interval": 1, "max_epochs": 10}
     with pytest.warns(UserWarning, match=r"MemoryProfiler: .*grows by 1\.0 MiB a step"):
-        profiled(tmp_path, module, loader=data(samples=800), val=data(), val_check_interval=1)
+        profiled(tmp_path, module, loader=data(samples=40), val=data(samples=4), **options)
+
+
+def test_a_list_that_each_epoch_empties_is_no_leak(tmp_path, device_memory, monkeypatch):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+
+    def work(step, where):
+        # An epoch has 100 steps.
+        device_memory.keep(step % 100 * MIB)
+
+    profiler, _ = profiled(tmp_path, Net(work), loader=data(samples=400), max_epochs=4)
+    assert profiler.summary.alerts == ()
 
 
 @pytest.mark.parametrize("is_host", [False, True])
@@ -926,6 +967,10 @@ def test_a_peak_that_grows_is_no_leak(tmp_path, device_memory, monkeypatch, is_h
     assert (profiler.summary.memory.peak_bytes, profiler.summary.alerts) == (100 * MIB, ())
 
 
+class WithoutHooks(Net):
+    on_train_batch_end = LightningModule.on_train_batch_end
+
+
 def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in_use(
     tmp_path, device_memory, monkeypatch, clock
 ):
@@ -936,8 +981,9 @@ def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in
     monkeypatch.setattr(
         device_memory, "peak_and_private_bytes", lambda: readings.append(0) or read()
     )
-    count = At(on_train_batch_end=lambda trainer, _: hooks.append(hooks_on(trainer.optimizers)))
-    profiled(tmp_path, Net(), count, loader=data(samples=800))
+    count = At(on_before_backward=lambda trainer, _: hooks.append(hooks_on(trainer.optimizers)))
+    module = WithoutHooks()
+    profiled(tmp_path, module, count, loader=data(samples=800))
     # The hook is removed after the step of the breakdown, which has a reading of its own.
     assert hooks == [1, 1, *[0] * 198]
     # The memory is also read before the first step, and after the last one.
@@ -1018,7 +1064,8 @@ def test_a_size_whose_memory_is_not_known_has_no_line_to_paste(tmp_path, device_
         if kind == "failed" and step == 3:
             device_memory.num_ooms = 1
 
-    profiler, _ = profiled(tmp_path, Net(work), Planned(), loader=data(samples=400))
+    options = {"loader": data(samples=40), "max_epochs": 10}
+    profiler, _ = profiled(tmp_path, Net(work), Planned(), **options)
     assert bool(profiler.summary.fits) == (not kind)
     assert len(profiler.summary.alerts) == bool(kind)
 
@@ -1353,6 +1400,50 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
     assert f"{note} The highest peak before was 51.0 MiB, in train step 0." in notes_of(error)
     assert "MemoryProfiler: the snapshot is written" in notes_of(error)
     assert calls == [(tmp_path / OWN_LOGS, "cpu"), ("write", 0), "stop"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "at_step", "text"),
+    [
+        ("on_train_epoch_end", 6, "grown by 300.0 MiB, most of it between steps 5 and 6"),
+        ("on_validation_end", 3, "grown by 300.0 MiB, most of it between steps 2 and 3"),
+        ("on_before_optimizer_step", 3, "grown by 300.0 MiB, most of it between steps 2 and 4"),
+        # Each step keeps 50 MiB.
+        ("on_train_batch_start", None, "grown by 750.0 MiB, little by little"),
+    ],
+)
+def test_an_out_of_memory_error_says_which_memory_has_grown(
+    tmp_path, device_memory, hook, at_step, text
+):
+    device_memory.budget = 1000 * MIB
+
+    def keep(trainer, module):
+        if at_step is None:
+            device_memory.keep(50 * MIB * module.steps)
+        elif module.steps == at_step:
+            device_memory.keep(300 * MIB)
+
+    def work(step, now):
+        # The second step has gradients and states.
+        device_memory.use(750 * MIB if step >= 5 and at_step else 200 * MIB)
+        device_memory.free()
+
+    hooks = At(**{hook: keep})
+    trainer = trainer_for(tmp_path, MemoryProfiler(), hooks, max_epochs=9, val_check_interval=3)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+        trainer.fit(Validated(work), data(), data(samples=8))
+    assert f"The memory in use between steps has {text}." in notes_of(error)
+
+
+def test_no_growth_is_not_named(tmp_path, device_memory):
+    def work(step, now):
+        device_memory.use(2000 * MIB if step == 9 else 50 * MIB)
+        device_memory.free()
+
+    trainer = trainer_for(tmp_path, MemoryProfiler(), max_epochs=9)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+        trainer.fit(Net(work), data())
+    assert "grown" not in notes_of(error)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,9 @@ class TrainerProgram(Program):
             return min(batches, trainer.max_steps * self.accumulate_grad_batches)
         return batches
 
+    def shared_bytes(self, batch_size: int) -> int:
+        return sum(batches.shared_bytes(batch_size) for batches in self.batches)
+
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.batches)
 

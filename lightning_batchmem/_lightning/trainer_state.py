@@ -192,11 +192,16 @@ def stop_progress_bar(trainer: Trainer, module: LightningModule, stage: str) -> 
             return
 
 
-def is_of_lightning(logger: object) -> bool:
-    """Whether the class of a logger takes metrics as a logger of Lightning does."""
-    method = getattr(type(logger), "log_metrics", None)
-    package = str(getattr(method, "__module__", "")).partition(".")[0]
-    return package in ("lightning", "pytorch_lightning")
+def is_of_lightning(owner: object, method: str) -> bool:
+    """Whether a method of a logger or a callback is one of Lightning, or of this package."""
+    module = getattr(getattr(owner, method, None), "__module__", "")
+    return str(module).partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_batchmem")
+
+
+def has_own_hook(owner: object, *beginnings: str) -> bool:
+    """Whether a callback or a module has a hook of the user whose name begins so."""
+    names = [name for name in dir(Callback) if name.startswith(beginnings)]
+    return not all(is_of_lightning(owner, name) for name in names)
 
 
 def logs_now(trainer: Trainer, step: int) -> bool:

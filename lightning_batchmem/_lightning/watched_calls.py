@@ -64,6 +64,7 @@ class WatchedCalls:
         on_validation: called before those of an evaluation within the training.
         after_step: called before an evaluation within the training, the end of an epoch, and the
             making of a checkpoint.
+        at_end: called when the work of a batch has ended, before the hooks that follow.
     """
 
     def __init__(
@@ -72,21 +73,22 @@ class WatchedCalls:
         on_own: Callable[[], object],
         on_validation: Callable[[], object],
         after_step: Callable[[], object],
+        at_end: Callable[[], object],
     ) -> None:
         loop = stage_loop(trainer)
-        self._fetchers = {loop: loop._data_fetcher}
+        own_loop = loop.epoch_loop if trainer.training else loop
+        self._fetchers = {own_loop: loop._data_fetcher}
         calls = [
-            _Call(loop, "_on_before_fetch", on_own),
+            _Call(own_loop, "_on_before_fetch", on_own),
+            _Call(own_loop.batch_progress, "increment_processed", at_end),
             _Call(trainer, "save_checkpoint", after_step),
         ]
         if trainer.training:
-            epoch_loop = loop.epoch_loop
-            val_loop = epoch_loop.val_loop
-            self._fetchers = {epoch_loop: loop._data_fetcher, val_loop: val_loop._data_fetcher}
-            calls = [
-                _Call(epoch_loop, "_on_before_fetch", on_own),
+            val_loop = own_loop.val_loop
+            self._fetchers[val_loop] = val_loop._data_fetcher
+            calls += [
                 _Call(val_loop, "_on_before_fetch", on_validation),
-                _Call(trainer, "save_checkpoint", after_step),
+                _Call(val_loop.batch_progress, "increment_processed", at_end),
                 _Call(loop, "on_advance_end", after_step),
                 _Call(val_loop, "run", after_step),
             ]

@@ -175,19 +175,33 @@ class ProbeBatches:
             raise ValueError("batches within a budget have no copies of one sample")
         return self._loaders.in_structure([batches.copies(batch_size)]), 0
 
-    def batch_bytes(self, batch_size: int) -> list[tuple[DataLoader[Any], int]]:
-        """Each loader, and the bytes of its largest batch."""
-        return [
-            (batches.info.loader, batches.batch_bytes(batch_size, longest_bytes))
-            for batches, longest_bytes in zip(self._of_loaders, self.longest_bytes, strict=True)
-        ]
+    def shared_bytes(self, batch_size: int) -> int:
+        """Bytes of the batches that loader workers make ahead, and of one that is being fetched.
+
+        They are in memory that processes share.
+        """
+        return sum(count_bytes for _, count_bytes in self._ahead(batch_size))
 
     def worker_bytes(self, batch_size: int) -> int:
-        """Bytes of the batches that loader workers make ahead, and of one that is being fetched."""
+        """The same with the copies in pinned memory."""
+        # Pinned memory comes in powers of two.
+        # Source: `allocate` in pytorch/aten/src/ATen/core/CachingHostAllocator.h.
         return sum(
-            _batches_ahead(loader) * batch_bytes
-            for loader, batch_bytes in self.batch_bytes(batch_size)
+            2 * count_bytes if loader.pin_memory and torch.cuda.is_available() else count_bytes
+            for loader, count_bytes in self._ahead(batch_size)
         )
+
+    def _ahead(self, batch_size: int) -> list[tuple[DataLoader[Any], int]]:
+        """Each loader with workers, and the bytes of its batches that exist at a time."""
+        ahead = []
+        for batches, longest_bytes in zip(self._of_loaders, self.longest_bytes, strict=True):
+            loader = batches.info.loader
+            if loader.num_workers:
+                made = loader.num_workers * (loader.prefetch_factor or 0) + 1
+                # An epoch may have fewer batches than that.
+                count = int(min(made, batches.info.batches(batch_size)))
+                ahead.append((loader, count * batches.batch_bytes(batch_size, longest_bytes)))
+        return ahead
 
     def longest_sample_note(self, batch_size: int) -> str:
         """A sentence about a size whose batches have the longest samples only; empty for others."""
@@ -351,12 +365,3 @@ class _LoaderBatches:
         is_sum = 2 * added_bytes < sizes.sample_bytes[largest] + sizes.sample_bytes[smallest]
         # If there are more tensors, or none, the model combines the samples and may pad them.
         return "by their sum" if both_count == tensor_count > 0 and is_sum else "by padding"
-
-
-def _batches_ahead(loader: DataLoader[Any]) -> int:
-    if not loader.num_workers:
-        return 0
-    # Pinned memory comes in powers of two.
-    # Source: `allocate` in pytorch/aten/src/ATen/core/CachingHostAllocator.h.
-    copies = 2 if loader.pin_memory and torch.cuda.is_available() else 1
-    return (loader.num_workers * (loader.prefetch_factor or 0) + 1) * copies

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import io
+import math
 import mmap
 import os
 import re
+import shutil
 from array import array
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,8 +31,27 @@ _LARGEST_BYTES = 256 * 2**20
 # So many objects are searched for such memory. It is near the data set itself.
 _MOST_OBJECTS = 100_000
 
+# Where torch puts the tensors that processes send each other.
+# Source: shm_open(3); the strategies of torch.multiprocessing, 2.5.1 to 2.14
+_WORKERS_SHARE = "/dev/shm"  # noqa: S108
+
 # The last class is that of all data of ctypes, which has no public name.
 BUFFERS = (bytearray, array, mmap.mmap, memoryview, ctypes.c_int.__mro__[2])
+
+
+def free_shared_bytes() -> float:
+    """Bytes that are free where loader workers put their batches.
+
+    They are ``inf`` without a limit. Docker limits this memory to 64 MiB unless ``--shm-size`` is
+    passed.
+    """
+    try:
+        usage = shutil.disk_usage(_WORKERS_SHARE)
+    except OSError:
+        # Not Linux, which has other limits there.
+        return math.inf
+    # A tmpfs without a limit has no size. Source: the option size in tmpfs(5)
+    return usage.free if usage.total else math.inf
 
 
 class RestoredMemory:

@@ -14,6 +14,10 @@ from lightning_batchmem.plan.unit import Unit
 _TEXTS: Mapping[str, str] = {
     "dataset": "the data set has no more than {size} for a full batch",
     "CPU memory": "more than {size} in the DataLoader's workers would fill the CPU's memory",
+    "shared memory": (
+        "more than {size} in the DataLoader's workers would fill the shared memory, /dev/shm"
+        " (docker run --shm-size raises it)"
+    ),
     "target_batch_size": "target_batch_size needs no more than {size} on a rank",
     "max_batch_size": "max_batch_size is {number:,}",
     "min_steps_per_epoch": (

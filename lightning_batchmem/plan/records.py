@@ -23,7 +23,7 @@ TrialKind = Literal["probe", "rehearsal"]
 _ShareLimit = Literal[
     "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"
 ]
-_DataLimit = Literal["dataset", "validation data", "CPU memory"]
+_DataLimit = Literal["dataset", "validation data", "CPU memory", "shared memory"]
 _SettingLimit = Literal["overfit_batches", "val_check_interval"]
 SizeLimit = Literal[_DataLimit, BoundArgument, "recipe", _ShareLimit, _SettingLimit]
 LimitedBy = Literal["memory", "throughput", SizeLimit]

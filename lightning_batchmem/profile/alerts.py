@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,8 +20,8 @@ STAGES = {"train": "training", "validate": "validation", "test": "test", "predic
 # Each has what happened, and what to do.
 _SENTENCES = {
     "leak": (
-        "The memory in use at the start of a {stage} step grows by {pace} and would reach the limit"
-        " of {limit} at about step {end}. {advice}"
+        "The memory in use at the start of a {stage} step grows by {pace}. If this goes on, it"
+        " reaches the limit of {limit} at about step {end}. {advice}"
     ),
     "nearly full": (
         "The peak, {peak}, is above 95% of the limit of {limit}. Use a smaller"
@@ -77,6 +78,7 @@ class Alerts:
         stage: the stage of the run. A validation in a training is checked for its peak only.
         granularity_bytes: peaks of equal steps may differ by this much.
         planned_bytes: a plan fills the memory up to this limit on purpose.
+        steps_in_epoch: the steps after which a training may free what it has kept.
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class Alerts:
         *,
         granularity_bytes: int = 0,
         planned_bytes: int = 0,
+        steps_in_epoch: float = math.inf,
     ) -> None:
         # The sentence of each kind of alert.
         self.issued: dict[str, str] = {}
         self._warn = warn
         self._stage = stage
         self._planned_bytes = planned_bytes
+        self._steps_in_epoch = steps_in_epoch
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Times()
 
@@ -124,6 +128,13 @@ class Alerts:
         if pace_bytes < MIB / 100:
             pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
         end = round(step.number + free_bytes / pace_bytes)
+        # The next epoch may begin with an empty list, so growth within one matters if it fills the
+        # memory there.
+        first, last, now, full = (
+            number // self._steps_in_epoch for number in (*self._leaks.compared, step.number, end)
+        )
+        if first == last and now < full:
+            return
         advice = _LEAK_ADVICE.get(self._stage, _KEEPS)
         limit = mib(limit_bytes)
         stage = STAGES[self._stage]
@@ -202,6 +213,8 @@ class LeakDetector:
         # A reading is a pair of bytes and step.
         self._readings: list[tuple[int, int]] = []
         self._windows: deque[list[tuple[int, int]]] = deque(maxlen=4)
+        # The steps at the end of the first window of the last leak, and at the begin of its last.
+        self.compared = (0, 0)
 
     def add(self, step: int, start_bytes: int) -> float | None:
         """Add a reading; return the growth in bytes per step if there is a leak."""
@@ -224,5 +237,6 @@ class LeakDetector:
             or last_bytes <= max(self._windows[1])[0]
         ):
             return None
+        self.compared = (self._windows[0][-1][1], self._windows[3][0][1])
         # The first window may contain a warm-up.
         return (last_bytes - lows[1][0]) / (lows[3][1] - lows[1][1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning.pytorch import Trainer
@@ -36,8 +35,19 @@ class LoggerMetrics:
 
     def take(self, interval: Interval) -> None:
         """Log the metrics of the steps since the last log."""
-        if self.loggers:
-            self.log(self.metrics(interval), interval.logging_step)
+        if not self.loggers:
+            return
+        metrics = self.metrics(interval)
+        for logger in list(self.loggers):
+            try:
+                logger.log_metrics(dict(metrics), step=interval.logging_step)
+            # A logger may raise anything, and must not end a training.
+            except Exception as error:  # noqa: BLE001
+                self.loggers.remove(logger)
+                name = type(logger).__name__
+                rank_zero_warn(
+                    f"{name} gets no more metrics of MemoryProfiler: {error_text(error)}"
+                )
 
     def metrics(self, interval: Interval) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones.
@@ -82,18 +92,6 @@ class LoggerMetrics:
                 known["speed/mfu_pct"] = rate.mfu_pct
         return {name: float(value) for name, value in known.items() if value is not None}
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in list(self.loggers):
-            try:
-                logger.log_metrics(dict(metrics), step=step)
-            # A logger may raise anything, and must not end a training.
-            except Exception as error:  # noqa: BLE001
-                self.loggers.remove(logger)
-                name = type(logger).__name__
-                rank_zero_warn(
-                    f"{name} gets no more metrics of MemoryProfiler: {error_text(error)}"
-                )
-
 
 def loggers_of(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
     """Return the loggers that get metrics."""
@@ -101,7 +99,7 @@ def loggers_of(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:
     loggers = list(trainer.loggers) if logs_at_all(trainer) else []
     if all_loggers:
         return loggers
-    others = [one for one in loggers if not is_of_lightning(one)]
+    others = [one for one in loggers if not is_of_lightning(one, "log_metrics")]
     if others:
         rank_zero_warn(
             f"{type(others[0]).__name__} gets no metrics of MemoryProfiler, which it may not"

@@ -5,7 +5,6 @@ A run is one ``fit``, ``validate``, ``test`` or ``predict``.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.batch_samples import BatchSamples, PlacedBatch
+from lightning_batchmem._lightning.trainer_state import callbacks_of, has_own_hook
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
@@ -25,11 +25,10 @@ from lightning_batchmem.profile.step import Step
 from lightning_batchmem.profile.step_memory import StepMemory
 from lightning_batchmem.search.compiled import compiled_frames
 
-_NO_BATCH = PlacedBatch(None, 0, 0)
+# Other hooks of a callback are followed by a reading, or are a part of a step.
+_HOOKS_OF_BATCHES = ("on_train_batch", "on_validation_batch", "on_test_batch", "on_predict_batch")
 
-# Fields of a Step: its number, stage and samples; and those from its peak on.
-_StepBegin = tuple[int, str, int | None]
-_StepEnd = tuple[int | None, int | None, int | None, float | None, bool, bool, int | None]
+_NO_BATCH = PlacedBatch(None, 0, 0)
 
 
 class StepClock:
@@ -58,9 +57,6 @@ class StepClock:
         self._has_end = True
         self._requested: float | None = None
         self._wait_seconds: float | None = None
-        # The seconds between two steps before the batch was requested, and what is needed for them.
-        self.gap_seconds = 0.0
-        self._stopped = math.inf
 
     @property
     def number(self) -> int:
@@ -77,7 +73,6 @@ class StepClock:
     def stop(self) -> None:
         """Note the end of the step, whose time goes on until the next request."""
         self.in_step = False
-        self._stopped = self.now()
 
     def restart(self) -> None:
         """Count the steps from the first one again."""
@@ -108,7 +103,6 @@ class StepClock:
         self.in_step = True
         self._begin = arrived if self._requested is None else self._requested
         self._wait_seconds = None if self._requested is None else arrived - self._requested
-        self.gap_seconds = self._begin - self._stopped
         self._requested = None
         self._has_end = False
 
@@ -193,14 +187,15 @@ class StepRecorder:
         self.clock = self.run_clock
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
-        self.memory = StepMemory(device_memory, self._device)
+        others = (*callbacks_of(trainer), module)
+        has_hooks = any(has_own_hook(one, *_HOOKS_OF_BATCHES) for one in others)
+        self.memory = StepMemory(device_memory, self._device, reads_each=has_hooks)
         self._counter = BatchCounter(trainer, options.items_fn)
         self._batch = _NO_BATCH
         self._has_graphs = False
         self._compiled = compiled_frames()
-        # The step that has ended: its fields before its seconds, which are not known yet, and those
-        # after them.
-        self._ended: tuple[_StepBegin, _StepEnd] | None = None
+        # The step that has ended, whose seconds are not known yet.
+        self._ended: Step | None = None
 
     def skip(self) -> None:
         """Forget a step that has begun without an end, and the wait for its batch.
@@ -237,13 +232,20 @@ class StepRecorder:
         self._has_graphs = replays_graphs(self._device)
         clock = self.clock
         is_of_run = clock is self.run_clock
-        self.memory.start(batch.batch, clock.gap_seconds, is_of_run=is_of_run)
+        self.memory.start(batch.batch, is_of_run=is_of_run)
         if not is_of_run:
             return False
         is_taken = self.steady.begin(module, batch.batch, clock.number)
         if is_taken:
+            self.memory.begin_growth()
             clock.leave_out(clock.now() - arrived)
         return is_taken
+
+    def end_work(self) -> None:
+        """Note the peak of a step before hooks follow, whose memory is none of its own."""
+        if self.clock.in_step:
+            self.steady.enter("")
+            self.memory.note_peak()
 
     def stop(self, batch: PlacedBatch) -> int | None:
         """End the step, except its time, and return its peak bytes, 0 if they are unknown.
@@ -271,17 +273,19 @@ class StepRecorder:
         if breakdown is not None and steps is not None and (peak_bytes or 0) > breakdown.peak_bytes:
             breakdown.add_peak(peak_bytes or 0, self.memory.last_start_bytes)
         self._batch = _NO_BATCH
-        self._ended = (
-            (number, clock.stage, samples),
-            (
-                peak_bytes,
-                reserved_bytes,
-                self.memory.start_bytes,
-                self._counter.items(batch.batch),
-                is_slowed,
-                is_first,
-                before_bytes,
-            ),
+        self._ended = Step(
+            number,
+            clock.stage,
+            batch_size=samples,
+            seconds=0.0,
+            wait_seconds=None,
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            start_bytes=self.memory.start_bytes,
+            items=self._counter.items(batch.batch),
+            is_slowed=is_slowed,
+            is_first=is_first,
+            before_bytes=before_bytes,
         )
         return peak_bytes or 0
 
@@ -291,14 +295,14 @@ class StepRecorder:
         if ended is None:
             return None
         self._ended = None
-        before, after = ended
-        return Step._make((*before, *self.clock.seconds(), *after))
+        seconds, wait_seconds = self.clock.seconds()
+        return ended._replace(seconds=seconds, wait_seconds=wait_seconds)
 
     def close(self) -> None:
         """Read the memory after the last step, and remove all hooks."""
         self.steady.close()
         if not self.clock.in_step:
-            self.memory.close()
+            self.memory.read()
 
     def explain_out_of_memory(self, error: BaseException, trainer: Trainer) -> str:
         """Return the note of an error: the step that ran out of memory."""
@@ -319,4 +323,4 @@ class StepRecorder:
             )
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
-        return f"memory ran out {where}."
+        return f"memory ran out {where}.{self.memory.growth_text}"

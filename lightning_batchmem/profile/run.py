@@ -22,7 +22,7 @@ from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
-from lightning_batchmem.profile.ranks import HostGroup, RankTotals, rank_metrics
+from lightning_batchmem.profile.ranks import peaks_of_ranks
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
@@ -146,6 +146,7 @@ class Run:
                 stage,
                 granularity_bytes=0 if device_memory is None else device_memory.granularity_bytes,
                 planned_bytes=0 if plan is None else plan.limit_bytes,
+                steps_in_epoch=trainer.num_training_batches if stage == "train" else math.inf,
             ),
             csv,
         )
@@ -153,12 +154,12 @@ class Run:
         self._steps: list[Step] = []
         self._is_due = False
         self._logging_step = 0
-        self._group = HostGroup() if stage == "train" else None
         self._calls = WatchedCalls(
             trainer,
             recorder.run_clock.request,
             recorder.validation_clock.request,
             recorder.leave,
+            recorder.end_work,
         )
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -166,9 +167,7 @@ class Run:
         return type(None), ()
 
     def begin_epoch(self) -> None:
-        """Exchange the totals of the epoch before between the ranks."""
-        if self._group is not None and self._group.epoch_end_step is not None:
-            self._join_ranks()
+        """Begin the peak of an epoch."""
         self._recorder.steady.begin_epoch()
         self.peaks.begin_epoch()
 
@@ -207,18 +206,10 @@ class Run:
         is_training = clock.stage == "train"
         self._is_due = is_training and logs_now(trainer, self._logging_step)
 
-    def end_epoch(self, trainer: Trainer) -> None:
-        """Add the last step, and prepare the exchange between the ranks.
-
-        In this hook a progress bar, which only rank 0 has, may reduce the metrics of the module
-        over all ranks. An exchange here would wait for that rank without end, so it is made
-        when the next epoch begins, or at the end of the training.
-        """
+    def end_epoch(self) -> None:
+        """Add the last step."""
         self._complete()
         self._recorder.skip()
-        if trainer.world_size > 1 and self._group is not None:
-            # The step before the next one: Lightning also logs the values of an epoch's end there.
-            self._group.end_epoch(max(0, logging_step(trainer) - 1))
 
     def begin_validation(self, trainer: Trainer) -> None:
         """Report the training steps before a validation, whose time does not belong to them."""
@@ -260,8 +251,10 @@ class Run:
             self._reader.expire()
         try:
             self._report()
-            if is_complete and trainer.world_size > 1:
-                rank_peaks_bytes = self._join_ranks()
+            is_training = self._recorder.run_clock.stage == "train"
+            if is_complete and is_training and trainer.world_size > 1:
+                totals = self._takers.totals.get("train", Totals())
+                rank_peaks_bytes = peaks_of_ranks(totals.peak_bytes)
         finally:
             # After an error of the device too, the file has all steps that were reported.
             try:
@@ -305,23 +298,6 @@ class Run:
         self._takers.loggers.take(Interval(steps, reading or UNREAD, self._logging_step))
         if reading is not None:
             self._takers.flush(reading)
-
-    def _join_ranks(self) -> tuple[int, ...]:
-        """Exchange the totals of the ranks, and log them if an epoch has ended.
-
-        Every rank must call this method.
-        """
-        if self._group is None:
-            return ()
-        self._report()
-        step = self._group.epoch_end_step
-        totals = self._takers.totals.get("train", Totals())
-        ranks = self._group.exchange(
-            RankTotals(totals.peak_bytes, totals.times.samples.per_second())
-        )
-        if step is not None:
-            self._takers.loggers.log(rank_metrics(ranks), step)
-        return tuple(rank.peak_bytes for rank in ranks if rank.peak_bytes is not None)
 
     def _summary(
         self, trainer: Trainer, rank_peaks_bytes: tuple[int, ...], *, is_complete: bool

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
+from lightning_batchmem.plan.records import mib
 
 PEAK = "The memory of a step"
 
-
-# A reading takes about 20 µs on CUDA, so it is made where Lightning and other callbacks took much
-# longer between two steps.
-_LONG_SECONDS = 0.01
+# Readings that differ by less are as good as equal.
+_SMALL_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -25,34 +24,75 @@ class PeakBetweenSteps:
     Args:
         peak_bytes: most bytes of tensors (CPU: of the process).
         after_step: the step of the run before it; None before the first one.
-        is_after_last: whether no step follows.
     """
 
     peak_bytes: int
     after_step: int | None
-    is_after_last: bool = False
 
     def __str__(self) -> str:
         if self.after_step is None:
             return "before the first step"
-        if self.is_after_last:
-            return "after the last step"
-        return f"after step {self.after_step} and before the next one"
+        return f"after step {self.after_step}"
+
+
+class Growth:
+    """How much more is held between steps than in the first steady one, and since when.
+
+    Args:
+        start_bytes: what was held before that step.
+        after_step: the step before it.
+    """
+
+    def __init__(self, start_bytes: int, after_step: int | None) -> None:
+        self._begin_bytes = start_bytes
+        # The most so far, and the step before the last reading near it. A validation frees the
+        # gradients, so some readings are lower.
+        self._most_bytes = start_bytes
+        self._step = after_step or 0
+        # The largest rise from one most to the next, and the steps around it.
+        self._rise = (0, 0, 0)
+
+    def add(self, start_bytes: int, after_step: int | None) -> None:
+        """Add a reading after a step."""
+        step = after_step or 0
+        rise_bytes = start_bytes - self._most_bytes
+        self._rise = max(self._rise, (rise_bytes, self._step, step + 1))
+        if rise_bytes >= -_SMALL_SHARE * start_bytes:
+            self._most_bytes = max(self._most_bytes, start_bytes)
+            self._step = step
+
+    def text(self, start_bytes: int) -> str:
+        """Return a sentence about the growth until a reading; empty for hardly any."""
+        grown_bytes = start_bytes - self._begin_bytes
+        if grown_bytes <= _SMALL_SHARE * start_bytes:
+            return ""
+        rise_bytes, before, after = self._rise
+        most = "little by little"
+        if 2 * rise_bytes > grown_bytes:
+            most = f"most of it between steps {before} and {after}"
+        return f" The memory in use between steps has grown by {mib(grown_bytes)}, {most}."
 
 
 class StepMemory:
     """Reads the memory of the steps of a run, and between them where that may be worth it.
 
-    Between two steps it is read after a checkpoint, an evaluation and an epoch, where a long time
-    passed, and otherwise at some steps, which become rarer.
+    Between two steps it is read after a checkpoint, an evaluation and an epoch, and otherwise at
+    some steps, which become rarer: a reading takes about 20 µs on CUDA.
 
     Args:
         device_memory: the memory, whose peak begins before the first step; None if it cannot be
             measured.
         device: the device of the steps.
+        reads_each: whether it is read between all steps, since hooks of the user run there.
     """
 
-    def __init__(self, device_memory: DeviceMemory | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        device_memory: DeviceMemory | None,
+        device: torch.device,
+        *,
+        reads_each: bool = False,
+    ) -> None:
         # The highest one so far.
         self.between: PeakBetweenSteps | None = None
         # The peak between the last step and the one before; None where it was not read.
@@ -60,8 +100,11 @@ class StepMemory:
         # What was held at the start of the last step; None where it was not read, or not due.
         self.start_bytes: int | None = None
         self.last_start_bytes = 0
+        self._growth: Growth | None = None
         self._device_memory = device_memory
         self._device = device
+        self._reads_each = reads_each
+        self._peak: MemoryStats | None = None
         # Those of the last step of the run, and its number.
         self._last_peak_bytes = 0
         self._after_step: int | None = None
@@ -72,12 +115,11 @@ class StepMemory:
         self._next_reading = 2
         self._is_due = False
 
-    def start(self, batch: object, gap_seconds: float, *, is_of_run: bool) -> None:
+    def start(self, batch: object, *, is_of_run: bool) -> None:
         """Begin a step.
 
         Args:
             batch: its batch.
-            gap_seconds: the time since the step before, without the wait for data.
             is_of_run: whether it is no step of a validation within a training.
         """
         self.start_bytes = None
@@ -85,7 +127,7 @@ class StepMemory:
         if device_memory is None:
             return
         is_due = self._is_due and is_of_run
-        if self._is_watched or is_due or gap_seconds > _LONG_SECONDS:
+        if self._is_watched or is_due or self._reads_each:
             self.read(batch)
             if is_due:
                 self.start_bytes = self.last_start_bytes
@@ -94,8 +136,13 @@ class StepMemory:
         if value_or_none(PEAK, _has_reset, device_memory) is None:
             self._device_memory = None
 
+    def note_peak(self) -> None:
+        """Note the highest use since the step has begun."""
+        if self._device_memory is not None:
+            self._peak = value_or_none(PEAK, self._device_memory.peak)
+
     def end(self, steps: int | None, number: int) -> MemoryStats | None:
-        """End a step, and return its highest use; None if it is unknown.
+        """End a step, and return its highest use as it was noted; None if it is unknown.
 
         What was read before it is forgotten.
 
@@ -106,9 +153,8 @@ class StepMemory:
         self.before_bytes = None
         if steps is not None:
             self._after_step = number
-        device_memory = self._device_memory
-        peak = None if device_memory is None else value_or_none(PEAK, device_memory.peak)
-        if peak is None:
+        peak = self._peak
+        if peak is None or self._device_memory is None:
             return None
         self._last_peak_bytes = peak.allocated_bytes
         if steps is not None and steps + 1 >= self._next_reading:
@@ -119,9 +165,10 @@ class StepMemory:
 
     def leave(self) -> None:
         """Read the peak from now on at the start of the next step."""
-        if not self._is_watched:
+        device_memory = self._device_memory
+        if device_memory is not None and not self._is_watched:
             self.read()
-            self._is_watched = self._has_restarted()
+            self._is_watched = value_or_none(PEAK, _has_reset, device_memory) is True
 
     def read(self, batch: object = None) -> None:
         """Read the peak since the end of the last step, and what is held without a batch."""
@@ -132,23 +179,24 @@ class StepMemory:
         if held is None:
             return
         peak_bytes, self.last_start_bytes = held
+        if self._growth is not None:
+            self._growth.add(self.last_start_bytes, self._after_step)
         # Without a restart it is known only where it is above that of the step.
         if self._is_watched or peak_bytes > self._last_peak_bytes:
             self.before_bytes = max(peak_bytes, self.before_bytes or 0)
             if self.between is None or peak_bytes > self.between.peak_bytes:
                 self.between = PeakBetweenSteps(peak_bytes, self._after_step)
 
-    def close(self) -> None:
-        """Read the peak after the last step of the run."""
-        self.read()
-        between = self.between
-        if between is not None and between.after_step == self._after_step:
-            self.between = replace(between, is_after_last=True)
+    def begin_growth(self) -> None:
+        """Count growth from the last reading on, since gradients and states exist now."""
+        # The heap of a CPU keeps what was freed.
+        if self._device_memory is not None and not self._device_memory.is_host:
+            self._growth = Growth(self.last_start_bytes, self._after_step)
 
-    def _has_restarted(self) -> bool:
-        """Begin a new peak, and return whether that is possible."""
-        device_memory = self._device_memory
-        return device_memory is not None and value_or_none(PEAK, _has_reset, device_memory) is True
+    @property
+    def growth_text(self) -> str:
+        """A sentence about what is held now, and was not in the first steady step; or empty."""
+        return "" if self._growth is None else self._growth.text(self.last_start_bytes)
 
 
 class RunPeaks:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from lightning_batchmem.batches.shared_memory import free_shared_bytes
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.tensors import bytes_of
@@ -131,8 +132,14 @@ def search_limits(
         options = replace(options, target_batch_size=None)
     bounds: list[Bound] = [*program.bounds(), *options.bounds]
     project_size = program.project_batch_size
+    # The largest sizes whose batches in loader workers fit.
+    sizes = range(1, options.largest_size + 1)
+    shared_bytes = free_shared_bytes() // room.ranks_on_host
+    in_shared = bisect_right(sizes, shared_bytes, key=program.shared_bytes)
+    bounds.append((max(1, in_shared), "shared memory"))
     if not room.device.is_host:
-        bounds.append((_largest_in_host_memory(program, room, options), "CPU memory"))
+        in_host = bisect_right(sizes, room.free_host_bytes(), key=program.worker_bytes)
+        bounds.append((max(1, in_host), "CPU memory"))
     # Of equal bounds max_batch_size is named first, and other arguments last.
     bound = min(bounds, key=lambda bound: (bound[0], bound[1] != "max_batch_size"))
     search_bytes = limit_bytes - room.later_bytes
@@ -173,9 +180,9 @@ def search_limits(
     # objective="recipe" keeps it also where the size of the project is not allowed.
     keeps_step = keeps_step or (options.objective == "recipe" and not may_keep)
     if keeps_step and step_samples is not None:
-        sizes = micro_batches(step_samples * ranks.size, ranks.size, options.multiple_of)
+        allowed = micro_batches(step_samples * ranks.size, ranks.size, options.multiple_of)
         smallest = options.first_size(1)
-        if max(sizes, default=0) < smallest:
+        if max(allowed, default=0) < smallest:
             # The nearest step that the arguments allow.
             step_samples = smallest
         kept_samples = step_samples * ranks.size
@@ -201,12 +208,3 @@ def search_limits(
         has_expandable_segments=all(expandable),
         avoided_sizes=frozenset().union(*avoided),
     )
-
-
-def _largest_in_host_memory(program: Program, room: MemoryRoom, options: SearchOptions) -> int:
-    """The largest size whose batches in loader workers fit into the free memory of the host."""
-    if program.worker_bytes(1) == 0:
-        return options.largest_size
-    room_bytes = room.free_host_bytes()
-    sizes = range(1, options.largest_size + 1)
-    return max(1, bisect_right(sizes, room_bytes, key=program.worker_bytes))

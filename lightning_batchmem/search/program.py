@@ -180,8 +180,12 @@ class Program:
         """Batches that are left of the training; ``inf`` where their number is unknown."""
         return math.inf
 
+    def shared_bytes(self, batch_size: int) -> int:
+        """Memory that processes share in batches that loader workers make ahead."""
+        return 0
+
     def worker_bytes(self, batch_size: int) -> int:
-        """Host memory in batches that loader workers make ahead."""
+        """Host memory in the same batches, with the copies in pinned memory."""
         return 0
 
     def sample_sizes(self) -> Any:

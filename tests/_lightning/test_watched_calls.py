@@ -25,8 +25,17 @@ class Watcher(Callback):
     def after(self):
         self.seen.append("after")
 
+    def end(self):
+        self.seen.append("end")
+
+    def on_train_batch_end(self, *_):
+        assert self.seen[-1] == "end"
+        self.seen.pop()
+
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
     def on_train_start(self, trainer, pl_module):
-        self.fetches = WatchedCalls(trainer, self.own, self.validation, self.after)
+        self.fetches = WatchedCalls(trainer, self.own, self.validation, self.after, self.end)
         # A loader that spawns workers may pickle the Trainer.
         pickle.dumps(trainer.fit_loop.epoch_loop._on_before_fetch.called)
 
@@ -50,7 +59,9 @@ def test_each_batch_of_a_training_is_asked_for_before_its_step():
     trainer.fit(BoringModel())
     steps = ["request", "step", "request", "step", "after", "validation request", "step", "after"]
     assert watcher.seen == steps * 2
-    for owner in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, validation_loop(trainer)):
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, validation_loop(trainer))
+    progress = [one.batch_progress for one in loops[1:]]
+    for owner in (trainer, *loops, *progress):
         assert not any(isinstance(value, _Watched) for value in vars(owner).values())
 
 
@@ -58,7 +69,9 @@ def test_each_batch_of_a_training_is_asked_for_before_its_step():
 def test_each_batch_of_an_evaluation_is_asked_for_before_its_step(stage):
     watcher = Watcher()
     watcher.on_test_start = watcher.on_predict_start = lambda trainer, module: setattr(
-        watcher, "fetches", WatchedCalls(trainer, watcher.own, watcher.validation, watcher.after)
+        watcher,
+        "fetches",
+        WatchedCalls(trainer, watcher.own, watcher.validation, watcher.after, watcher.end),
     )
     trainer = quiet_trainer(watcher, max_epochs=1, **{f"limit_{stage}_batches": 2})
     getattr(trainer, stage)(BoringModel())
@@ -69,6 +82,7 @@ class Saver(Watcher):
     """Saves a checkpoint after a step, with what the project has in place of Lightning's method."""
 
     def on_train_batch_end(self, trainer, *_):
+        super().on_train_batch_end()
         trainer.save_checkpoint("after a step")
 
 

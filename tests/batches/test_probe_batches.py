@@ -58,20 +58,21 @@ def test_the_largest_of_many_samples_are_as_large_as_random_batches():
 
 
 def test_batches_are_as_long_as_the_longest_sample_of_all():
-    probe = batches(RAGGED, collate_fn=pad)
-    assert probe.batch_bytes(50)[0][1] == 50 * 16 * 8
+    probe = batches(RAGGED, collate_fn=pad, num_workers=1)
+    # One worker has made two batches, and one is used.
+    assert probe.shared_bytes(50) == 3 * 50 * 16 * 8
     assert probe.longest_bytes == [16 * 8]
 
 
 def test_batches_that_are_concatenated_are_the_largest_of_random_ones():
     # The samples have 13.5 elements on average.
     dataset = Numbers(200, lengths={index: 4 + index % 20 for index in range(200)})
-    probe = batches(dataset, collate_fn=torch.cat)
+    probe = batches(dataset, collate_fn=torch.cat, num_workers=1)
     assert probe.batch(1)[0].numel() == 23
     elements = probe.batch(50)[0].numel()
     # If the longest sample were repeated, each would have 23 elements.
     assert 50 * 15 < elements < 50 * 18
-    assert probe.batch_bytes(50)[0][1] == pytest.approx(elements * 8, rel=0.02)
+    assert probe.shared_bytes(50) == pytest.approx(3 * elements * 8, rel=0.02)
     # A batch of 200 has all samples.
     assert probe.batch(200)[0].numel() == pytest.approx(200 * 13.5, rel=0.02)
     others = [probe.other_lengths(50, index)[0].numel() for index in range(5)]
@@ -168,7 +169,6 @@ def test_a_batch_has_the_collection_of_the_loaders(mode):
     assert batch["a"].flatten().tolist() == [1] * 5
     assert [part.flatten().tolist() for part in batch["b"]] == [[2] * 3, [3] * 10]
     assert str(probe.batch(2)[0]) == str(next(iter(loaders.combined))[0])
-    assert [batch_bytes for _, batch_bytes in probe.batch_bytes(5)] == [5 * 8, 3 * 8, 10 * 8]
 
 
 def test_in_a_sequence_the_loaders_follow_each_other():
@@ -239,6 +239,14 @@ def test_pinned_batches_count_twice(monkeypatch):
     assert probe.worker_bytes(8) == 3 * 8 * KIB
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert probe.worker_bytes(8) == 2 * 3 * 8 * KIB
+    # The copies are in memory of this process.
+    assert probe.shared_bytes(8) == 3 * 8 * KIB
+
+
+def test_workers_make_no_more_batches_than_an_epoch_has():
+    probe = with_workers({"num_workers": 2, "prefetch_factor": 4})
+    # 10,000 samples are three batches, and not nine.
+    assert probe.shared_bytes(4_000) == 3 * 4_000 * KIB
 
 
 def test_workers_hold_batches_of_the_longest_sample_of_all_ranks():

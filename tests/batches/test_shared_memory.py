@@ -1,9 +1,11 @@
 """Memory and open files that a worker shares with this process."""
 
 import ctypes
+import math
 import multiprocessing
 import pickle
 from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from lightning_batchmem.batches import shared_memory
 from lightning_batchmem.batches.batch_sampler import copied_sampler
 from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.isolated import read_isolated
-from lightning_batchmem.batches.shared_memory import RestoredMemory
+from lightning_batchmem.batches.shared_memory import RestoredMemory, free_shared_bytes
 from tests.helpers.samples import batches
 
 
@@ -32,6 +34,16 @@ class Counting(Dataset):
         counts = self.parts["counts"][0]
         counts[0] += 1
         return torch.tensor(float(counts[0]))
+
+
+def test_shared_memory_without_a_limit_has_no_bound(monkeypatch):
+    assert free_shared_bytes() > 0
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda _: SimpleNamespace(total=0))
+    assert free_shared_bytes() == math.inf
+    monkeypatch.undo()
+    # Not Linux.
+    monkeypatch.setattr(shared_memory, "_WORKERS_SHARE", "/nowhere")
+    assert free_shared_bytes() == math.inf
 
 
 @pytest.fixture

@@ -60,6 +60,8 @@ class FakeProgram(Program):
     def worker_bytes(self, batch_size):
         return self.bytes_per_waiting_sample * batch_size
 
+    shared_bytes = worker_bytes
+
     def sample_sizes(self):
         return 4
 

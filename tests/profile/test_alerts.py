@@ -112,10 +112,53 @@ def test_the_alert_for_a_leak_names_pace_and_end_once():
     (sentence,) = sentences
     assert rules.issued == {"leak": sentence}
     # The alert comes after step 63. From the peak of 1,500 MiB, 500 steps reach the limit.
-    pace = "grows by 1.0 MiB a step"
-    end = "and would reach the limit of 2,000.0 MiB at about step 563."
+    pace = "grows by 1.0 MiB a step."
+    end = "If this goes on, it reaches the limit of 2,000.0 MiB at about step 563."
     assert f"{pace} {end}" in sentence
     assert "loss.item()" in sentence
+
+
+def alert_of_epochs(use, steps_in_epoch, limit_bytes, steps=20_000):
+    """The step of an alert for memory that follows a function of the step; None for none."""
+    rules, sentences = alerts(steps_in_epoch=steps_in_epoch)
+    limit = DeviceReading(limit_bytes=limit_bytes)
+    number = 0
+    while number < steps:
+        start_bytes = int(use(number))
+        rules.take(interval(step(number, 8, start_bytes, start_bytes), reading=limit))
+        if sentences:
+            return number
+        number = next_reading(number)
+    return None
+
+
+# The list is emptied before the first step of an epoch, or in it.
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("steps_in_epoch", [10, 64, 65, 97, 100, 150, 333, 1000, 2500, 7000])
+def test_a_list_that_each_epoch_empties_is_no_leak(steps_in_epoch, late):
+    def use(n):
+        return GIB + (n - late) % steps_in_epoch * MIB
+
+    assert alert_of_epochs(use, steps_in_epoch, 10 * GIB) is None
+
+
+@pytest.mark.parametrize("steps_in_epoch", [10, 100, 333, 1000, 2500])
+def test_a_leak_over_epochs_is_found(steps_in_epoch):
+    def use(n):
+        return GIB + n * MIB + n % steps_in_epoch * MIB / 4
+
+    found = alert_of_epochs(use, steps_in_epoch, 100 * GIB)
+    assert found is not None
+    assert found <= 6 * max(20, steps_in_epoch)
+
+
+def test_growth_that_fills_the_memory_in_its_epoch_is_found_early():
+    def use(n):
+        return GIB + n % 1000 * MIB
+
+    assert alert_of_epochs(use, 1000, 1.9 * GIB) == 63
+    # An epoch of unknown length has no end.
+    assert alert_of_epochs(use, math.inf, 100 * GIB) == 63
 
 
 # Tests of the steps between two logs.

@@ -109,7 +109,7 @@ def test_every_part_with_its_share():
                 "other (workspaces, kept tensors)",
                 "outside the allocator | 512.0 MiB",
             ],
-            ["before the next one"],
+            ["after step"],
         ),
         (
             with_speed(CUDA, joules=12_345.0, samples_per_joule=6.25),
@@ -132,7 +132,7 @@ def test_every_part_with_its_share():
         # A hook may use more than any step.
         (
             with_memory(CUDA, between_steps=PeakBetweenSteps(2050 * MIB, 31)),
-            ["| after step 31 and before the next one | 2,050.0 MiB | |", "unused | 50.0 MiB"],
+            ["| after step 31 | 2,050.0 MiB | |", "unused | 50.0 MiB"],
             [],
         ),
         (

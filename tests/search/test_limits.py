@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_batchmem.batches import shared_memory
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.limits import RAGGED_SHARE, MemoryRoom, search_limits
@@ -71,6 +72,20 @@ def test_free_host_memory_limits_the_size(fake_device):
     device.as_host()
     # On the host the workers count in every trial instead.
     assert largest(1) == (UNBOUNDED_MAX_BATCH_SIZE, "max_batch_size")
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_ranks_divide_the_shared_memory(fake_device, monkeypatch, on_host):
+    device = fake_device(10**9)
+    if on_host:
+        device.as_host()
+    program = FakeProgram(device, lambda size: size)
+    program.bytes_per_waiting_sample = KIB
+    usage = SimpleNamespace(total=1, free=100 * KIB)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: usage)
+    for ranks, size in ((1, 100), (4, 25), (200, 1)):
+        limits = limits_of(program, budget_of(device, ranks_on_host=ranks))
+        assert (limits.max_batch_size, limits.max_reason) == (size, "shared memory")
 
 
 def test_gradients_are_part_of_what_the_host_must_hold(fake_device):

@@ -5,6 +5,7 @@ The tests cover validation, other stages, limits of the size, and the state afte
 
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
+from lightning_batchmem.batches import shared_memory
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 
@@ -180,6 +182,29 @@ def test_loader_workers_make_batches_ahead(search, device):
     # They take host memory, and none of the device.
     chosen = plan.trials[-1]
     assert (chosen.needed_bytes, chosen.set_aside_bytes) == (law(plan.batch_size), 0)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_batches_of_workers_fit_into_shared_memory(search, device, monkeypatch, on_host):
+    if on_host:
+        device.as_host()
+    # Docker gives 64 MiB. Here it has room for 100 samples in three batches.
+    usage = SimpleNamespace(total=1, free=3 * 4 * 100)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: usage)
+    module = Lawful(device, lambda size: size)
+    plan = search(module, train_dataloaders=loader(3, num_workers=1), options={"min_batch_size": 1})
+    assert (plan.batch_size, plan.limited_by) == (100, "shared memory")
+    assert "would fill the shared memory, /dev/shm" in plan.reason
+    # Validation workers live at the same time, and make all of its 80 samples.
+    plan = search(
+        Evaluated(device, "fixed_size", 80),
+        train_dataloaders=loader(3, num_workers=1),
+        val_dataloaders=loader(40, 80, num_workers=1),
+    )
+    assert (plan.batch_size, plan.limited_by) == ((1200 - 4 * 80) // 12, "shared memory")
+    # Without workers nothing is shared.
+    plan = search(module, train_dataloaders=loader(3))
+    assert plan.limited_by != "shared memory"
 
 
 def test_a_device_that_fills_up_during_the_search(search, device):
