@@ -26,7 +26,7 @@ from lightning_batchmem._lightning.data_source import (
 )
 from lightning_batchmem._lightning.finder_run import FinderRun
 from lightning_batchmem._lightning.packages import warn_of_untested_torch
-from lightning_batchmem._lightning.size_setting import batch_size_setting
+from lightning_batchmem._lightning.size_setting import BatchSizeSetting, batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
@@ -287,6 +287,11 @@ class BatchFinder(Callback):
                 if is_found and any(owner() is one for one in owners):
                     # An earlier fit has found this size, perhaps with another finder.
                     earlier = plan
+            given_plan = self._given_plan
+            # Another finder has other arguments.
+            found = self._plan_in_place(setting)
+            if found is not None and found.verified:
+                given_plan = given_plan or found
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer, options, earlier)
             # A resumed run continues with it, without a search.
@@ -302,10 +307,10 @@ class BatchFinder(Callback):
                 setting = search.setting_of_saved(plan, setting, snapshot)
                 snapshot.restore_or_warn()
             else:
-                plan = search.training(setting, snapshot, self._given_plan)
+                plan = search.training(setting, snapshot, given_plan)
                 limit_bytes = plan.limit_bytes
                 setting = setting.at(plan.place)
-            plan = apply_to_training(setting, plan)
+            plan = apply_to_training(setting, plan, run.undo)
             self.plan = self._plan_of_fit = plan
             self._plans_of_process.extend((ref(one), plan) for one in owners)
             run.begin_training(plan, search.watch(plan) if saved_plan is None else None)
@@ -376,6 +381,12 @@ class BatchFinder(Callback):
             setting = batch_size_setting(
                 trainer, module, source, options.batch_arg_name, is_budget=options.budget
             )
+            if not source.passed and (earlier := self._plan_in_place(setting)):
+                rank_zero_info(
+                    f"BatchFinder does not search for {source.hook}: the project has batch size"
+                    f" {earlier.batch_size}, which fit has found"
+                )
+                return
             plan = None
             if setting.place.exists:
                 with run.ranks.fail_together():
@@ -391,8 +402,14 @@ class BatchFinder(Callback):
             self.plan = plan
             # The next fit would take the size of this evaluation for the project's own.
             run.undo.callback(setting.place.keep())
-            setting.write(plan.batch_size, also_logged=True)
+            setting.write(plan.batch_size)
             self._report(trainer, plan)
+
+    def _plan_in_place(self, setting: BatchSizeSetting) -> Plan | None:
+        """The plan of an earlier fit if the project still has its size."""
+        plan = self._plan_of_fit
+        is_in_place = plan is not None and setting.at(plan.place).size == plan.batch_size
+        return plan if is_in_place else None
 
     def _search_in(
         self, trainer: Trainer, options: SearchOptions, earlier: Plan | None = None

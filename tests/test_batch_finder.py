@@ -1,6 +1,8 @@
 import copy
 import inspect
+import logging
 import pickle
+import random
 import re
 import signal
 import traceback
@@ -17,12 +19,14 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
+from lightning_batchmem._lightning.packages import reason_of
 from lightning_batchmem._lightning.trainer_state import trains_no_more
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -307,10 +311,57 @@ def test_an_evaluation_before_a_training_changes_nothing_in_it(stages, reads_her
         getattr(trainer, stage)(module)
         plans[stage] = finder.plan
     largest = SAMPLES // 10
-    assert all(plans[stage].batch_size > largest for stage in stages if stage != "fit")
+    if "validate" in stages:
+        assert plans["validate"].batch_size > largest
     assert (plans["fit"].batch_size, plans["fit"].limited_by) == (largest, "min_steps_per_epoch")
     assert module.batch_size == largest
     assert module.lr == 0.1 * (largest / PROJECT_SIZE)
+
+
+@pytest.fixture
+def trained(reads_here, device):
+    """A module, a Trainer and its finder after a search and a training."""
+    module = RatedEvaluated(device)
+    finder = BatchFinder(objective="memory", multiple_of=1, min_steps_per_epoch=None)
+    finder.device_memory = lambda _: device
+    trainer = quiet_trainer(finder, max_epochs=1, limit_train_batches=2, limit_test_batches=1)
+    Tuner(trainer).lr_find(module, num_training=3)
+    return module, trainer, finder
+
+
+def test_a_fit_after_lr_find_rehearses_the_size_that_was_found(trained):
+    module, trainer, finder = trained
+    found = finder.plan
+    assert len(found.trials) > 2
+    module.sizes.clear()
+    trainer.fit(module)
+    assert set(module.sizes) == {found.batch_size} == {finder.plan.batch_size}
+    assert "the size of an earlier plan" in finder.plan.reason
+    # Another limit is another question.
+    finder._run.end()
+    finder.device_memory(None).budget //= 2
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    assert finder.plan.batch_size < found.batch_size
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_after_a_fit_keeps_its_size(trained, stage, caplog):
+    module, trainer, finder = trained
+    trainer.fit(module)
+    plan = finder.plan
+    module.evaluated.clear()
+    with caplog.at_level(logging.INFO):
+        getattr(trainer, stage)(module)
+    assert f"the project has batch size {plan.batch_size}, which fit has found" in caplog.text
+    assert finder.plan is plan
+    assert plan.batch_size in module.evaluated
+    # Loaders that are passed, and another size, are questions that no plan has answered.
+    for size, passed in ((plan.batch_size, loader(7)), (5, None)):
+        module.batch_size = size
+        getattr(trainer, stage)(module, dataloaders=passed)
+        assert finder.plan is not plan
+        finder.plan = plan
 
 
 def test_an_evaluation_that_fails_restores_the_size_of_the_project(reads_here, device):
@@ -372,10 +423,13 @@ def give_weight(trainer, module):
 def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, device, kind, hook):
     with pytest.raises(AttributeError, match="weight_of_loss") as raised:
         search(kind(device, law), LambdaCallback(**{hook: give_weight}))
+    # The own size was tried too.
     assert raised.value.__notes__ == [
-        "BatchFinder: this error occurred in the search before the training, perhaps at another"
-        " batch size than yours. If it occurs only there, the module may need its own size, or what"
-        " another callback sets in on_fit_start or later: let the callback set it in setup."
+        "BatchFinder: this error occurred in the search before the training, at batch size 3. If"
+        " the step needs more samples, pass min_batch_size; if it needs what another callback sets"
+        " in on_fit_start or later, let the callback set it in setup.",
+        "Sizes below 3, your own, were left out: at 2 there was an error (AttributeError:"
+        f" '{kind.__name__}' object has no attribute 'weight_of_loss').",
     ]
 
 
@@ -416,6 +470,72 @@ def test_a_note_names_callbacks_that_did_not_run(search, device, callback, is_na
 def test_a_callback_may_give_the_module_an_attribute_in_setup(search, device):
     setup = LambdaCallback(setup=lambda trainer, module, stage: give_weight(trainer, module))
     assert search(Weighted(device, law), setup).verified
+
+
+class Divides(Evaluated):
+    """Needs ``least`` samples in a step, as minibatches, neighbours and k-means do."""
+
+    def __init__(self, device, least, batch_size=16):
+        super().__init__(device)
+        self.batch_size = batch_size
+        self.least = least
+
+    def training_step(self, batch, batch_idx):
+        batch[0].flatten().topk(self.least)
+        return super().training_step(batch, batch_idx)
+
+
+class StartsCodebook(Divides):
+    """Its start, before the first step, needs that many samples."""
+
+    def __init__(self, device, least, batch_size=16):
+        super().__init__(device, 1, batch_size)
+        self.most = least
+
+    def on_train_start(self):
+        random.Random(0).sample(range(self.batch_size), self.most)
+
+
+class IsDivided(Divides):
+    """Has its size in another attribute."""
+
+    def __init__(self, device, least):
+        super().__init__(device, least)
+        del self.batch_size
+        self.train_bs = 16
+
+    def train_dataloader(self):
+        return loader(self.train_bs)
+
+
+@pytest.mark.parametrize("kind", [Divides, StartsCodebook, IsDivided])
+@pytest.mark.parametrize("least", [9, 16])
+def test_a_step_that_needs_more_than_two_samples(search, device, kind, least):
+    plan = search(kind(device, least), limit_val_batches=0)
+    assert plan.batch_size == FOUND
+    assert min(trial.batch_size for trial in plan.trials) == 16
+    (note,) = [note for note in plan.notes if "were left out" in note]
+    assert note.startswith("Sizes below 16, your own, were left out: at 2 there was an error (")
+
+
+@pytest.mark.parametrize("size", [16, 2])
+def test_a_step_that_needs_more_than_the_own_size_names_size_and_argument(search, device, size):
+    module = Divides(device, 100, size)
+    with pytest.raises(RuntimeError, match="index k") as raised:
+        search(module, limit_val_batches=0)
+    note, *others = raised.value.__notes__
+    assert f"at batch size {size}. If the step needs more samples, pass min_batch_size;" in note
+    assert len(others) == (size == 16)
+    # With 200, the last batch of an epoch has as many.
+    options = {"min_batch_size": 100, "max_batch_size": 200}
+    assert search(module, limit_val_batches=0, options=options).batch_size == 200
+
+
+def test_an_own_size_that_is_needed_and_does_not_fit(search, device):
+    with pytest.raises(RuntimeError, match="Nothing fits: 450 samples, the smallest") as raised:
+        search(Divides(device, 300, 450), limit_val_batches=0)
+    assert raised.value.__notes__[0].startswith("Sizes below 450, your own, were left out: at 2")
+    assert "left out: at 2" in reason_of(raised.value)
 
 
 class KeepsState(Evaluated):

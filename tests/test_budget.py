@@ -305,6 +305,52 @@ def test_arguments(arguments, message):
         BatchFinder(**arguments, objective="memory")
 
 
+class Few:
+    """Computes its number of batches only once, as some few-shot samplers do."""
+
+    def __init__(self, ways, epochs_of):
+        self.ways = ways
+        self.epochs_of = epochs_of
+        self.length = epochs_of // ways
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for index in range(self.length):
+            yield list(range(index * self.ways, min(self.epochs_of, (index + 1) * self.ways)))
+
+
+class Refuses(WithinBudget):
+    """Allows no budget above one that it knows."""
+
+    def __iter__(self):
+        if self.max_tokens > 600:
+            raise RuntimeError("max_tokens is above 600")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "name", "error"),
+    [
+        (Few(2, 64), "ways", "IndexError: list index out of range at"),
+        (Refuses(LENGTHS, 512), "max_tokens", "RuntimeError: max_tokens is above 600 at"),
+    ],
+)
+def test_a_budget_that_a_sampler_cannot_follow_is_a_sentence(search, device, sampler, name, error):
+    loader = DataLoader(Tokens(LENGTHS), batch_sampler=sampler)
+    if name == "max_tokens":
+        loader.collate_fn = pad
+    chosen = options(batch_arg_name=name, max_batch_size=1000)
+    message = f"must make batches at each budget, got {error} .*smaller max_batch_size"
+    with pytest.raises(ValueError, match=message):
+        search(Texts(device), options=chosen, train_dataloaders=loader)
+    assert getattr(sampler, name) in (2, 512)
+    chosen["max_batch_size"] = 2 if name == "ways" else 600
+    plan = search(Texts(device), options=chosen, train_dataloaders=loader)
+    assert plan.batch_size == chosen["max_batch_size"]
+
+
 class OfItsSize(WithinBudget):
     """A sampler whose attribute has the name of a batch size, but is a number of tokens."""
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from numbers import Real
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,7 +18,7 @@ from torch import Tensor
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
-from lightning_batchmem._lightning.hooks import configure_optimizers_again
+from lightning_batchmem._lightning.hooks import configure_optimizers_again, replaced
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.place_search import FollowedSetting
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
@@ -22,6 +26,7 @@ from lightning_batchmem._lightning.schedules import schedule_warnings
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -120,34 +125,45 @@ def learning_rate_to_scale(setting: BatchSizeSetting, options: SearchOptions) ->
     return _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
 
 
-def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> Plan:
+def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) -> Plan:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there.
+
+    Args:
+        setting: the place of the size.
+        plan: the plan.
+        undo: what is undone at the end of the run.
 
     Returns:
         The plan, with the learning rates of the new optimizers, and warnings about them.
     """
     trainer = setting.trainer
-    setting.write(plan.batch_size, also_logged=True)
+    _set_logged(setting.attribute, plan.batch_size, undo)
+    setting.write(plan.batch_size)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     for name, count in plan.recipe.trainer_settings.items():
         setattr(trainer, name, count)
     attribute = _learning_rate_attribute(setting)
-    is_scaled = plan.learning_rate not in (None, attribute.value)
+    old_rate = attribute.value
     if plan.learning_rate is not None:
-        attribute.set(plan.learning_rate, also_logged=True)
+        _set_logged(attribute, plan.learning_rate, undo)
+        attribute.set(plan.learning_rate)
     discard_train_loader(trainer)
-    rates_before = _learning_rates(trainer)
     configure_optimizers_again(trainer)
     rates = _learning_rates(trainer)
-    if is_scaled and rates_before == rates:
-        rank_zero_warn(
-            f"lr_scaling set the learning rate of the module to {plan.learning_rate:.6g}, but"
-            " configure_optimizers does not use it. Pass it to the optimizers there."
-        )
     recipe = replace(plan.recipe, learning_rates=rates, optimizer_names=_optimizer_names(trainer))
     before = plan.project_recipe
     if before is None:
         return replace(plan, recipe=recipe)
+    pairs = list(zip(before.learning_rates, rates, strict=False))
+    if plan.learning_rate is not None and not any(
+        math.isclose(new * old_rate, old * plan.learning_rate) for old, new in pairs
+    ):
+        changes = ", ".join(f"{old:.6g} -> {new:.6g}" for old, new in pairs)
+        rank_zero_warn(
+            f"lr_scaling changed the learning rate of the module, {old_rate:.6g} ->"
+            f" {plan.learning_rate:.6g}, but not so those of the optimizers, {changes}. Let"
+            " configure_optimizers use it as it is, or leave lr_scaling out."
+        )
     warnings = [
         learning_rate_note(before, recipe, plan.unit),
         *plan.warnings,
@@ -155,6 +171,54 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan) -> Plan:
     ]
     # A resumed run has the warnings of its checkpoint.
     return replace(plan, recipe=recipe, warnings=tuple(dict.fromkeys(filter(None, warnings))))
+
+
+def _set_logged(attribute: ProjectAttribute | None, value: float, undo: ExitStack) -> None:
+    """Let the loggers have the new value of a hyperparameter, or both values."""
+    if attribute is None or attribute.value == value:
+        return
+    attribute.set_logged(value)
+    for logger in attribute.trainer.loggers:
+        log = partial(_log_hyperparams, logger.log_hyperparams, attribute, attribute.value, value)
+        undo.enter_context(replaced(logger, log_hyperparams=log))
+
+
+def _log_hyperparams(
+    log: Callable[..., object],
+    attribute: ProjectAttribute,
+    before: object,
+    value: float,
+    params: Any = None,
+    *arguments: Any,
+    **keywords: Any,
+) -> None:
+    """Log hyperparameters; a new value that the logger refuses gets a name of its own.
+
+    In a run of MLflow, a name keeps its first value: that which the script has logged itself, or
+    that of an earlier training.
+    """
+    others = attribute.without(params)
+    name = attribute.path.rpartition(".")[2]
+    own_name = f"{name}_of_training"
+    errors: list[Exception] = []
+    for attempt in (params, {**others, own_name: value}, others):
+        try:
+            log(attempt, *arguments, **keywords)
+        # The package of a logger has errors of its own.
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+        else:
+            break
+    else:
+        raise errors[0]
+    if errors:
+        # Each later stage logs the hyperparameters of the module again.
+        attribute.drop_logged()
+        rank_zero_warn(
+            f"BatchFinder: a logger refuses another `{name}` ({error_text(errors[0])}). The"
+            f" training has {value} instead of {before},"
+            f" {'not logged' if errors[1:] else f'logged as `{own_name}`'}."
+        )
 
 
 def settings_in_batches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -68,18 +68,20 @@ def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The text of an error; one of the project has the first note that the search has added."""
-    if is_own_error(error):
-        return str(error)
+    """The text of an error, with the first note that the search has added."""
+    text = str(error) if is_own_error(error) else error_text(error)
     notes: list[str] = value_or_none("An error", getattr, error, "__notes__", []) or []
-    return " ".join([error_text(error), *notes[:1]])
+    return " ".join([text, *notes[:1]])
 
 
 @contextmanager
-def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
+def noted_errors(
+    batch_size: Callable[[], object], batches: Sequence[ProbeBatches] = ()
+) -> Iterator[None]:
     """Add a note to errors, whose reason may be that a search is no training.
 
     Args:
+        batch_size: returns the size that is tried.
         batches: those of the search.
     """
     try:
@@ -98,9 +100,9 @@ def noted_errors(batches: Sequence[ProbeBatches] = ()) -> Iterator[None]:
                 )
             add_note(
                 error,
-                "BatchFinder: this error occurred in the search before the training, perhaps at"
-                " another batch size than yours. If it occurs only there, the module may need its"
-                " own size, or what another callback sets in on_fit_start or later: let the"
-                " callback set it in setup.",
+                "BatchFinder: this error occurred in the search before the training, at batch size"
+                f" {batch_size()}. If the step needs more samples, pass min_batch_size; if it needs"
+                " what another callback sets in on_fit_start or later, let the callback set it in"
+                " setup.",
             )
         raise

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_batchmem._lightning.clean_start import CleanStart
+from lightning_batchmem._lightning.packages import is_own_error
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
 from lightning_batchmem._lightning.size_candidates import candidate_paths
 from lightning_batchmem._lightning.size_places import (
@@ -18,12 +17,9 @@ from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem.batches.counted_batches import check_batch_of_one
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.devices.out_of_memory import release_traceback
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.search.ranks import Ranks
-
-# Requests of loaders may write files and caches, which cannot be restored. After this time no
-# further candidate is tried.
-MOST_REQUEST_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,26 @@ class FollowedSetting:
         if self.project_size == 1 and place.sets_loaders_of(self.setting.source):
             check_batch_of_one(batches.batch(1)[0], self.loaders.hook)
 
+    def why_own_size(self, error: Exception, options: SearchOptions) -> str:
+        """Why a search begins again at the project's own size, after an error below it.
+
+        A step may divide its batch, or start a codebook with it, and need more than two samples.
+
+        Returns:
+            A note; empty where the search has to end with the error.
+        """
+        size = self.setting.size or 0
+        own_size = self.project_size or 0
+        largest_size = min(bound for bound, _ in options.bounds)
+        # Another rank may have passed this step.
+        may_retry = self.setting.trainer.world_size == 1 and options.min_batch_size is None
+        if is_own_error(error) or not (may_retry and size < own_size <= largest_size):
+            return ""
+        return (
+            f"Sizes below {own_size}, your own, were left out: at {size} there was an error"
+            f" ({release_traceback(error)})."
+        )
+
 
 def followed_setting(
     setting: BatchSizeSetting,
@@ -66,7 +82,7 @@ def followed_setting(
         ranks: the processes that search together.
 
     Raises:
-        ValueError: if the loaders follow at no place, or at several that are not linked.
+        ValueError: if the loaders follow at no place.
     """
     project_size = setting.size
     loaders = None
@@ -88,23 +104,9 @@ def followed_setting(
     except ValueError as error:
         if not trials.tried:
             raise
-        raise ValueError(f"{error} The loaders follow none of {_quoted(trials.tried)}.") from error
+        tried = ", ".join(f"`{path}`" for path in trials.tried)
+        raise ValueError(f"{error} The loaders follow none of {tried}.") from error
     return FollowedSetting(found, loaders, project_size)
-
-
-@dataclass(frozen=True)
-class _Follower:
-    """An attribute that loaders follow.
-
-    Args:
-        path: its path.
-        loaders: how many loaders follow.
-        linked: the other candidates that have changed with it.
-    """
-
-    path: str
-    loaders: int
-    linked: frozenset[str]
 
 
 class PlaceTrials:
@@ -138,18 +140,15 @@ class PlaceTrials:
         self._ranks = ranks
 
     def found(self) -> BatchSizeSetting:
-        """The setting at the attribute that the loaders follow, or at their hook if none is found.
+        """The setting at the attribute that most loaders follow, or at their hook if there is none.
 
-        Raises:
-            ValueError: if several attributes that are not linked make the loaders follow.
+        Of several, such as a number of a configuration and one that refers to it, it is the first.
         """
         self._clean_start.again_for_loaders()
-        begin = time.monotonic()
         loaders, sizes = self._setting.loaders_of_project()
         # A hook may return a loader that is a global variable.
         self._clean_start.keep_sizes_of(loaders)
         self.project_sizes = sizes
-        request_seconds = time.monotonic() - begin
         roots = ProjectAttribute(self._setting.trainer, self._setting.module, "").roots
         own_paths = candidate_paths(roots, sizes, self._clean_start.restored)
         paths_of_ranks = self._ranks.exchange(own_paths)
@@ -157,60 +156,31 @@ class PlaceTrials:
         paths = [
             path for path in paths_of_ranks[0] if all(path in others for others in paths_of_ranks)
         ]
-        followers = []
+        loaders_at = {}
         for path in paths:
-            if max(self._ranks.exchange(request_seconds)) > MOST_REQUEST_SECONDS:
-                break
             self._clean_start.again_for_loaders()
             self.tried.append(path)
-            begin = time.monotonic()
-            follower = self._try(path, paths, max(sizes))
-            request_seconds += time.monotonic() - begin
-            of_ranks = self._ranks.exchange(follower)
-            if follower is not None and all(one is not None for one in of_ranks):
-                followers.append(follower)
-        if followers:
-            return self._setting.at(self._outermost(followers))
+            followers = self._followers(path, max(sizes))
+            loaders_at[path] = min(self._ranks.exchange(followers))
+        if any(loaders_at.values()):
+            return self._setting.at(max(loaders_at, key=lambda path: loaders_at[path]))
         return replace(self._setting, place=InHook(self._setting.source, sizes[0]))
 
-    def _try(self, path: str, paths: Sequence[str], largest_size: int) -> _Follower | None:
-        """Set an attribute twice and request the loaders; ``None`` if they do not follow."""
+    def _followers(self, path: str, largest_size: int) -> int:
+        """Set an attribute twice and request the loaders; returns how many of them follow."""
         setting = self._setting.at(path)
         size = self._batch_size
         # No loader has this size already, and a hook that only lowers it does not follow.
         other_size = size * max(2, largest_size // size + 1)
-        before = {other: self._setting.at(other).place.value for other in paths}
         # With another value, a hook of the user may raise any error, or leave the script.
         try:
             sizes = setting.sizes_at(size)
             other_sizes = setting.sizes_at(other_size)
         except (Exception, SystemExit):  # noqa: BLE001
-            return None
+            return 0
         if len(sizes) != len(other_sizes) or size not in sizes:
-            return None
-        loaders = sum(
+            return 0
+        return sum(
             one % size == 0 and one * other_size == other * size
             for one, other in zip(sizes, other_sizes, strict=True)
         )
-        values = {other: self._setting.at(other).place.value for other in paths}
-        linked = {
-            other for other in paths if values[other] == other_size and before[other] != other_size
-        }
-        return _Follower(path, loaders, frozenset(linked - {path})) if loaders else None
-
-    def _outermost(self, followers: Sequence[_Follower]) -> str:
-        """The attribute that most loaders follow, or the one that changes all others that do."""
-        most = max(follower.loaders for follower in followers)
-        best = [follower for follower in followers if follower.loaders == most]
-        for follower in best:
-            if all(other.path in follower.linked for other in best if other is not follower):
-                return follower.path
-        raise ValueError(
-            f"the loaders of {self._setting.source.hook} must have one batch size, but follow each"
-            f" of {_quoted([follower.path for follower in best])}. Pass the one to change as"
-            " batch_arg_name; the others keep their values."
-        )
-
-
-def _quoted(paths: Sequence[str]) -> str:
-    return ", ".join(f"`{path}`" for path in paths)

@@ -167,7 +167,7 @@ class ProgramMaker:
             step_samples=step_samples if may_accumulate else None,
             accumulate_grad_batches=accumulate,
         )
-        with noted_errors():
+        with noted_errors(lambda: self._first_size):
             program.restart(self._first_size)
         return program
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_batchmem._lightning.trainer_state import datamodules_of
 
@@ -35,13 +37,26 @@ class ProjectAttribute:
         holders = self._holders(self.roots)
         return _get(holders[-1], self._name) if holders else None
 
-    def set(self, value: Any, *, also_logged: bool = False) -> None:
-        """Set the value everywhere.
-
-        With ``also_logged`` this includes the copy of the hyperparameters that Lightning logs.
-        """
-        for holder in self._holders(self.roots + (self._logged if also_logged else [])):
+    def set(self, value: Any) -> None:
+        """Set the value everywhere, but not in the hyperparameters that Lightning logs."""
+        for holder in self._holders(self.roots):
             _set(holder, self._name, value)
+
+    def set_logged(self, value: Any) -> None:
+        """Set the value in the copy of the hyperparameters that Lightning logs."""
+        for holder in self._holders(self._logged):
+            _set(holder, self._name, value)
+
+    def without(self, params: Any) -> dict[str, Any]:
+        """Hyperparameters without the one that leads to the value."""
+        items = vars(params) if isinstance(params, Namespace) else dict(params or {})
+        return {name: one for name, one in items.items() if name not in self.path.split(".")}
+
+    def drop_logged(self) -> None:
+        """Let Lightning no longer log the hyperparameter that leads to the value."""
+        for owner in self._owners:
+            if logged := _or_empty(owner, "_hparams_initial"):
+                owner._hparams_initial = AttributeDict(self.without(logged))
 
     def keep(self) -> Callable[[], None]:
         """Record the value of each place; returns a function that restores them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from numbers import Integral
@@ -22,8 +21,6 @@ _MOST_STEPS = 2
 # Objects that are looked at, and entries of each, so that data in attributes take no time.
 _MOST_OBJECTS = 1000
 _MOST_ENTRIES = 1000
-# An entry of a lazy configuration may take long to read.
-_MOST_SECONDS = 1.0
 
 # "bs", "bsz" and "mbs" are words between underscores, unlike the end of "obs".
 _NAMES_A_BATCH = re.compile(r"batch|(?<![a-z])[mg]?bs(z|ize)?(?![a-z])", re.IGNORECASE)
@@ -98,11 +95,10 @@ def _numbers_in(roots: Sequence[Any], restored: Container[int]) -> Iterator[_Num
     level = [("", root) for root in roots]
     # The references keep the objects alive, so that no id is used twice.
     seen = {id(root): root for root in roots}
-    until = time.perf_counter() + _MOST_SECONDS
     for step in range(_MOST_STEPS + 1):
         next_level = []
         for prefix, holder in level:
-            for name, value in _entries_of(holder, until):
+            for name, value in _entries_of(holder):
                 path = f"{prefix}{name}"
                 if _is_positive_number(value):
                     yield _Number(path, int(value), holder)
@@ -124,7 +120,7 @@ def _is_walked(value: object) -> bool:
     return issubclass(type(value), Mapping) or package not in _LIBRARIES
 
 
-def _entries_of(holder: Any, until: float) -> list[tuple[str, Any]]:
+def _entries_of(holder: Any) -> list[tuple[str, Any]]:
     """Names and values of a dict, or of the attributes of an object and of its class."""
     entries = []
     is_mapping = issubclass(type(holder), Mapping)
@@ -136,8 +132,6 @@ def _entries_of(holder: Any, until: float) -> list[tuple[str, Any]]:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             continue
-        if time.perf_counter() > until:
-            break
         # An entry of a configuration may be missing, and an attribute may raise any error.
         try:
             value = holder[name] if is_mapping else getattr(holder, name)

@@ -119,8 +119,8 @@ class SizePlace(Protocol):
     def value(self) -> object:
         """The value as the project has it now, of any type; ``None`` without one."""
 
-    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
-        """Set the size; with ``also_logged`` in the hyperparameters that Lightning logs too.
+    def write(self, batch_size: int) -> None:
+        """Set the size.
 
         Raises:
             ValueError: if it cannot be set.
@@ -155,9 +155,9 @@ class InAttribute:
     def value(self) -> object:
         return self.attribute.value
 
-    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
+    def write(self, batch_size: int) -> None:
         try:
-            self.attribute.set(batch_size, also_logged=also_logged)
+            self.attribute.set(batch_size)
         # A setter or a read-only configuration may raise any exception.
         except Exception as error:
             raise SizeNotFollowedError(
@@ -203,13 +203,13 @@ class InPassedLoaders:
             return self.in_attribute.value
         return next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
 
-    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
+    def write(self, batch_size: int) -> None:
         loaders = self.source.request().flattened
         sizes = [loader_batch_size(loader) for loader in loaders]
         check_one_size([size for size in sizes if size], self.source.hook, self.name)
         for loader in loaders:
             set_loader_batch_size(loader, batch_size)
-        self.in_attribute.write(batch_size, also_logged=also_logged)
+        self.in_attribute.write(batch_size)
 
     def keep(self) -> Callable[[], None]:
         undo = ExitStack()
@@ -245,7 +245,7 @@ class InHook:
         hook = self._attributes.get(self.source.hook)
         return hook.batch_size if isinstance(hook, SizedHook) else self.project_size
 
-    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
+    def write(self, batch_size: int) -> None:
         name = self.source.hook
         hook = self._attributes.get(name)
         own = hook.own if isinstance(hook, SizedHook) else hook

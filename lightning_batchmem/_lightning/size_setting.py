@@ -134,9 +134,9 @@ class BatchSizeSetting:
                 f" {self.name!r}"
             )
 
-    def write(self, batch_size: int, *, also_logged: bool = False) -> None:
-        """Set the size, and with ``also_logged`` the hyperparameters that Lightning logs."""
-        self.place.write(batch_size, also_logged=also_logged)
+    def write(self, batch_size: int) -> None:
+        """Set the size."""
+        self.place.write(batch_size)
 
     def loaders_for(self, batch_size: int, *, may_be_fixed: bool = False) -> StageLoaders:
         """Set the size and request the loaders.

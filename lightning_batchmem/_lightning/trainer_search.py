@@ -42,6 +42,7 @@ from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.samples import LEFT_OUT
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.foreign_values import add_note
 from lightning_batchmem.plan.learning_rate import learning_rate_factor
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
@@ -204,26 +205,39 @@ class TrainerSearch:
     ) -> FoundPlan:
         """Search in a state of the training, after a later one whose size was ``found``."""
         learning_rate = learning_rate_to_scale(setting, options)
-        maker = self._maker(options)
         parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
-            followed = maker.followed(setting, clean_start)
+            followed = self._maker(options).followed(setting, clean_start)
             before = project_recipe(followed, options, learning_rate, self.earlier)
             now = self.trainer.accumulate_grad_batches
             ratio = Fraction(before.accumulate_grad_batches, now)
             before, _ = self._in_training(before, followed.loaders, ratio)
             later = None if found is None else found.program
-            program = maker.training(clean_start, followed, before, state, later)
-            with noted_errors(program.batches):
-                plan = self._search_of(program, progress, maker.options).run(
-                    device=self._device,
-                    parameters=parameters,
-                    given_plan=given_plan,
-                    found_plan=None if found is None else found.plan,
-                    also_size=followed.project_size if self.is_simulated else None,
-                    has_real_times=not self.is_simulated,
-                )
-        plan = replace(plan, notes=(*plan.notes, *state.notes))
+            note = ""
+            while True:
+                try:
+                    maker = self._maker(options)
+                    program = maker.training(clean_start, followed, before, state, later)
+                    with noted_errors(lambda: followed.setting.size, program.batches):
+                        plan = self._search_of(program, progress, maker.options).run(
+                            device=self._device,
+                            parameters=parameters,
+                            given_plan=given_plan,
+                            found_plan=None if found is None else found.plan,
+                            also_size=followed.project_size if self.is_simulated else None,
+                            has_real_times=not self.is_simulated,
+                        )
+                    break
+                # A user's step may raise any error.
+                except Exception as error:
+                    if note:
+                        add_note(error, note)
+                    note = followed.why_own_size(error, options)
+                    if not note:
+                        raise
+                options = replace(options, min_batch_size=followed.project_size)
+                clean_start.again_for_loaders()
+        plan = replace(plan, notes=(*plan.notes, *state.notes, *filter(None, [note])))
         return FoundPlan(
             self._with_recipe(plan, before, program, followed.loaders),
             followed.setting,
@@ -381,7 +395,7 @@ class TrainerSearch:
             program = maker.evaluation(clean_start, setting)
             if program is None:
                 return None
-            with noted_errors(program.batches):
+            with noted_errors(lambda: setting.size, program.batches):
                 search = self._search_of(program, progress, maker.options)
                 plan = search.run(device=self._device)
         return self._placed(plan, setting)

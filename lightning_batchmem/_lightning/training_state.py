@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.trainer_state import call_module_hook, callbacks_of
-from lightning_batchmem.devices.foreign_values import add_note, error_text, value_or_none
+from lightning_batchmem.devices.foreign_values import error_text, value_or_none
 from lightning_batchmem.plan.options import object_named
 
 Later = Callable[[Trainer, LightningModule], object]
@@ -67,13 +66,8 @@ class TrainingState:
 
     def prepare(self) -> None:
         """Make the later state of the user: before loaders are requested, and before each trial."""
-        if self._later is None or self._is_first:
-            return
-        try:
+        if self._later is not None and not self._is_first:
             self._later(self._trainer, self._trainer.lightning_module)
-        except Exception as error:
-            add_note(error, "BatchFinder called the function of later= with trainer and module.")
-            raise
 
     def begin_epoch(self) -> None:
         """Call the hook of the module at the begin of another epoch of a trial.
@@ -197,19 +191,11 @@ def later_function(later: object) -> Later | None:
             named = object_named(later)
         except ValueError as error:
             raise ValueError(f"later must name a function: {error}") from error
-    refusal = f"later must be a function of the trainer and the module, got {later!r:.80}"
     if not callable(named):
-        raise ValueError(refusal)
+        raise ValueError(
+            f"later must be a function of the trainer and the module, got {later!r:.80}"
+        )
     function: Later = named
-    try:
-        signature = inspect.signature(named)
-    # Some functions of C have no signature.
-    except (ValueError, TypeError):
-        return function
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise ValueError(f"{refusal}: {error}") from error
     return function
 
 

@@ -82,6 +82,20 @@ class SingleSamples(Dataset[Any]):
         return self.batched[[index]]
 
 
+@dataclass(frozen=True)
+class JoinedSample:
+    """A batch of one sample, which ``__getitems__`` of a data set has joined."""
+
+    batch: Any
+
+
+def joined_collate(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Collate as the project does; batches of a data set are joined to one before."""
+    if isinstance(samples[0], JoinedSample):
+        return collate_fn(tree_map(_join, *(sample.batch for sample in samples)))
+    return collate_fn(samples)
+
+
 def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Join batches of one sample each to one batch, and then collate it as the project does."""
     # A list of one item has one sample. A longer list has the tensors of one batch.
@@ -91,5 +105,13 @@ def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
 
 def _join(*parts: Any) -> Any:
     if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
+        longest = max(parts, key=Tensor.numel)
+        # The data set pads them to the longest.
+        is_padded = any(part.shape[1:] != longest.shape[1:] for part in parts)
+        return torch.cat([longest] * len(parts) if is_padded else parts)
+    if hasattr(parts[0], "to"):
+        raise ValueError(
+            "a batch that the data set makes must consist of tensors and arrays, got"
+            f" {type(parts[0]).__name__}. Let the collate function join the samples."
+        )
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.isolated import read_isolated
 from lightning_batchmem.batches.sample_bytes import held_bytes, without_views
+from lightning_batchmem.devices.foreign_values import error_text
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, samples_in, tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
 
@@ -201,8 +204,17 @@ class BudgetBatches:
         self._budget = 0
         self._batches = []
         self.held_bytes = 0
-        with self.info.at_budget(budget) as loader:
-            worst = read_worst_batches(loader, self._reader)
+        try:
+            with self.info.at_budget(budget) as loader:
+                worst = read_worst_batches(loader, self._reader)
+        # A sampler may raise any error at a budget that it was not made for.
+        except Exception as error:
+            if not self._readings or is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f"the loader must make batches at each budget, got {error_text(error)} at {budget}."
+                " Pass a smaller max_batch_size, or compute what depends on the budget anew."
+            ) from error
         self._budget = budget
         self._batches = worst.batches
         self.held_bytes = worst.held_bytes
@@ -233,8 +245,10 @@ class BudgetBatches:
                 break
             budget, reading = smaller, smaller_reading
         if not self._has_changed():
-            self._read(BUDGET_FACTOR * budget)
-            self.info.learn(budget, None, follows=self._has_changed())
+            # An error at another budget is a change too.
+            with suppress(ValueError):
+                self._read(BUDGET_FACTOR * budget)
+                self.info.learn(budget, None, follows=self._has_changed())
         self.longest_bytes = reading.largest_bytes
         return budget
 

@@ -20,6 +20,7 @@ from lightning_batchmem.batches.samples import (
     may_start_worker,
 )
 from lightning_batchmem.batches.shared_memory import RestoredMemory
+from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
 
@@ -76,7 +77,8 @@ def _read_isolated(
             if any(message in str(error) for message in messages) or is_out_of_memory(error):
                 raise
             rank_zero_info(
-                f"BatchFinder reads a copy of the loader, since a worker could not read it: {error}"
+                "BatchFinder reads a copy of the loader, since a worker could not read it:"
+                f" {error_text(error)}"
             )
     copies = Copies()
     view = _in_this_process(loader)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_batchmem.batches.batch_sampler import joined_collate
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.collate import FetchedCollate, copied_collate, fetched_samples
+from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_bytes import batched_bytes, held_bytes
 from lightning_batchmem.batches.sample_sizes import (
@@ -240,10 +242,8 @@ class _LoaderBatches:
         reached: float,
     ) -> None:
         self.info = info
-        self._collate = copied_collate(info.loader.collate_fn, restored)
-        loader = fetched_samples(info.loader)
-        if loader is not info.loader:
-            self._collate = FetchedCollate(info.loader, self._collate)
+        loader = info.loader
+        self._collate = partial(joined_collate, copied_collate(loader.collate_fn, restored))
         # A random batch is hardly ever larger than the largest samples of many.
         is_random = isinstance(loader.sampler, RandomSampler)
         samples = math.inf if info.samples is None else info.samples

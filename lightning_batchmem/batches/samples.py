@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_batchmem.batches.batch_sampler import copied_sampler
+from lightning_batchmem.batches.batch_sampler import JoinedSample, copied_sampler
 from lightning_batchmem.batches.copies import Copies
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
 from lightning_batchmem.batches.sample_bytes import (
@@ -89,14 +89,16 @@ class SampleMeasure:
     smallest_size: float = math.inf
     largest_size: float = -math.inf
 
-    def __call__(self, samples: list[Any]) -> MeasuredSample:
-        sample = samples[0]
+    def __call__(self, samples: Any) -> MeasuredSample:
+        # A data set may fetch a list, of the one sample here, or a batch that it has joined.
+        is_list = isinstance(samples, list) and len(samples) == 1
+        sample = samples[0] if is_list else JoinedSample(samples)
         if sample is None:
             # It is only kept until there is another.
             is_first = self.largest_size == -math.inf
             return MeasuredSample(None, 0, False, [self._sent(sample)] if is_first else [])
         try:
-            batch_bytes, _ = batched_bytes(self.collate, samples)
+            batch_bytes, _ = batched_bytes(self.collate, [sample])
         # A user's function may need more samples than one, and raise any exception for one.
         except Exception:  # noqa: BLE001
             batch_bytes = held_bytes(sample)
@@ -166,7 +168,7 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 raise
             rank_zero_info(
                 "BatchFinder reads a copy of the data set, since a worker could not read it:"
-                f" {error}"
+                f" {error_text(error)}"
             )
     copies = Copies()
     dataset = copies.copy_parts(dataset, "data set")
@@ -231,7 +233,8 @@ def arguments_of_worker(loader: DataLoader[Any], *, timeout_seconds: float) -> d
     return {
         "num_workers": 1,
         "multiprocessing_context": loader.multiprocessing_context,
-        "worker_init_fn": loader.worker_init_fn,
+        # It may need workers of its own training, such as their number.
+        "worker_init_fn": loader.worker_init_fn if loader.num_workers else None,
         "timeout": timeout_seconds,
         # Only persistent workers can be ended with a public function.
         "persistent_workers": True,
@@ -329,7 +332,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     if errors:
         left_out = (
             f"{LEFT_OUT} {len(errors):,} of {num_read:,} samples that could not be read"
-            f" ({_sample_error_text(errors[0])}). A training that reaches them ends there."
+            f" ({error_text(errors[0])}). A training that reaches them ends there."
         )
     return samples, SampleSizes(sizes, sample_bytes, is_ragged, is_complete, scan_seconds, left_out)
 
@@ -356,17 +359,6 @@ def _ends_reading(error: Exception) -> bool:
     """Whether no other sample can be read after this error."""
     texts = (*FATAL_WORKER_ERRORS, _TIMED_OUT)
     return is_out_of_memory(error) or any(text in str(error) for text in texts)
-
-
-def _sample_error_text(error: Exception) -> str:
-    """Return an error of a data set in one line, also where a worker has raised it.
-
-    Source: the text of `torch._utils.ExceptionWrapper`, 2.5.1 to 2.14, ends with the error itself.
-    """
-    text = str(error).strip()
-    if "in DataLoader worker process" not in text:
-        return error_text(error)
-    return text.splitlines()[-1]
 
 
 def _enough(measure: SampleMeasure, seconds: float, *, is_ragged: bool) -> int:

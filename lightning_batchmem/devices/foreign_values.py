@@ -51,10 +51,16 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the type of an error, and the first line of its text."""
+    """Return the type of an error, and the first line of its text.
+
+    Source: the text of `torch._utils.ExceptionWrapper`, 2.5.1 to 2.14, ends with the error that a
+    worker has raised.
+    """
     try:
         lines = str(error).strip().splitlines()
     # An error may have been made without what its text needs.
     except Exception:  # noqa: BLE001
         lines = []
+    if lines and "in DataLoader worker process" in lines[0]:
+        return lines[-1]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

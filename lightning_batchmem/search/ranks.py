@@ -12,7 +12,7 @@ import torch
 # TorchDispatchMode is documented, and public only under this name in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_batchmem.devices.foreign_values import add_note
+from lightning_batchmem.devices.foreign_values import add_note, error_text
 from lightning_batchmem.plan.records import Trial
 
 _Value = TypeVar("_Value")
@@ -85,12 +85,10 @@ class Ranks:
         Nothing happens if the other ranks wait inside a collective step.
         """
         if self.size > 1 and not self.in_collective_step:
-            lines = str(error).strip().splitlines()
-            text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
             # The exchange fails if the other ranks have ended already. The error of this rank is
             # raised anyway.
             with suppress(RuntimeError):
-                self._gather(text, None)
+                self._gather(error_text(error), None)
 
     @contextmanager
     def collective_step(self, batch_size: int) -> Iterator[None]:

@@ -1,12 +1,15 @@
 """Accumulation for a target, the learning rate, and notes on both."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_batchmem import BatchFinder
-from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law, loader
+from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law, loader, quiet_trainer
 
 BUDGET = 552 * MIB
 SMALLER_BUDGET = 328 * MIB
@@ -186,8 +189,36 @@ def test_the_finder_of_lightning_is_refused(search, device):
 
 def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):
     module = Rated(device, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))
-    with pytest.warns(UserWarning, match="configure_optimizers does not use it"):
+    message = "the module, 0.1 -> 13.3333, but not so those of the optimizers, 0.1 -> 0.1"
+    with pytest.warns(UserWarning, match=message):
         search(module, options={"lr_scaling": "linear"})
+
+
+class ScalesItself(Rated):
+    """Scales its rate by its batch size, for one of two groups or for all."""
+
+    def __init__(self, device, groups):
+        super().__init__(device, batch_size=100)
+        self.groups = groups
+
+    def configure_optimizers(self):
+        rate = self.lr * self.batch_size / 256
+        weight, bias = self.parameters()
+        others = {"params": [bias], "lr": rate if self.groups == 1 else 0.01}
+        return torch.optim.SGD([{"params": [weight]}, others], lr=rate)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_project_that_scales_its_rate_itself(search, device, groups):
+    plan = search(ScalesItself(device, groups))
+    assert not plan.warnings
+    assert plan.project_recipe.learning_rates[0] == pytest.approx(0.1 * 100 / 256)
+    assert plan.recipe.learning_rates[0] == pytest.approx(0.1 * 400 / 256)
+    # It would be scaled twice.
+    changes = "0.0390625 -> 0.625" + ", 0.01 -> 0.01" * (groups - 1)
+    message = f"the module, 0.1 -> 0.4, but not so those of the optimizers, {changes}. Let"
+    with pytest.warns(UserWarning, match=message):
+        search(ScalesItself(device, groups), options={"lr_scaling": "linear"})
 
 
 @pytest.mark.parametrize(
@@ -218,14 +249,101 @@ def test_projects_whose_learning_rate_cannot_be_scaled(search, device, project, 
     assert module.sizes == []
 
 
-@pytest.mark.parametrize("target", [None, 3])
+@pytest.mark.parametrize("target", [None, 100])
 def test_a_note_on_the_learning_rate_without_scaling(search, device, target, capsys):
-    module = Rated(device)
+    module = Rated(device, batch_size=100)
     plan = search(module, options={"target_batch_size": target})
     assert len(plan.warnings) == (target is None)
-    change = 'For SGD, lr_scaling="linear" multiplies the rate by 133.3'
+    change = 'For SGD, lr_scaling="linear" multiplies the rate by 4'
     for warning in plan.warnings:
-        assert warning.startswith("An optimizer step has 400 samples instead of 3 at the same")
+        assert warning.startswith("An optimizer step has 400 samples instead of 100 at the same")
         assert change in warning
         assert warning in " ".join(capsys.readouterr().out.split())
     assert module.lr == 0.1
+
+
+class FirstValues(CSVLogger):
+    """In a run of MLflow, a parameter keeps its first value. Nested names are joined there too."""
+
+    def __init__(self, directory, **params):
+        super().__init__(directory)
+        self.params = {}
+        self.log_hyperparams(params)
+
+    def log_hyperparams(self, params=None):
+        for name, value in (params or {}).items():
+            text = str(vars(value) if isinstance(value, SimpleNamespace) else value)
+            if self.params.setdefault(name, text) != text:
+                raise RuntimeError(f"Changing param values is not allowed: {name}")
+
+
+class Logged(Rated):
+    """Saves its hyperparameters, and logs what a script may log itself."""
+
+    def __init__(self, device, batch_size=3, lr=0.1, scheme=None):
+        super().__init__(device, lr, batch_size)
+        self.save_hyperparameters("batch_size", "lr", "scheme")
+        self.scheme = scheme
+        if scheme is not None:
+            del self.batch_size
+
+    def on_train_start(self):
+        self.logger.log_hyperparams({"batch_size": self.hparams.batch_size, "own": 1})
+
+    def train_dataloader(self):
+        return loader(self.batch_size if self.scheme is None else self.scheme.bs)
+
+    def test_step(self, batch, batch_idx):
+        self.use(len(batch[0]))
+
+    def test_dataloader(self):
+        return loader(50)
+
+
+REFUSED = (
+    r"BatchFinder: a logger refuses another `{}` \(RuntimeError: Chang.*"
+    r" has {} instead of {}, {}\.$"
+)
+
+
+def test_a_logger_that_refuses_another_size(fit, device, tmp_path):
+    logger = FirstValues(tmp_path, batch_size=3, lr=0.1)
+    module = Logged(device)
+    finder = BatchFinder(objective="memory", min_steps_per_epoch=None, multiple_of=1)
+    message = REFUSED.format("batch_size", 400, 3, "logged as `batch_size_of_training`")
+    with pytest.warns(UserWarning, match=message):
+        trainer = fit(module, finder, device, logger=logger)
+    assert (trainer.global_step, module.batch_size) == (3, 400)
+    expected = {"batch_size": "3", "lr": "0.1", "scheme": "None", "own": "1"}
+    assert logger.params == {**expected, "batch_size_of_training": "400"}
+    assert "log_hyperparams" not in vars(logger)
+    # Each stage logs the hyperparameters again, also in a Trainer without the finder.
+    trainer.test(module)
+    quiet_trainer(logger=logger).test(module)
+    # The next fold finds another size, for which the logger has no name left.
+    device.budget = SMALLER_BUDGET
+    message = REFUSED.format("batch_size", 200, 3, "not logged")
+    with pytest.warns(UserWarning, match=message):
+        trainer = fit(Logged(device), finder, device, logger=logger)
+    assert trainer.global_step == 3
+
+
+def test_a_logger_that_refuses_a_nested_size_and_a_rate(fit, device, tmp_path):
+    logger = FirstValues(tmp_path, scheme=SimpleNamespace(bs=100), lr=0.1)
+    module = Logged(device, scheme=SimpleNamespace(bs=100))
+    finder = BatchFinder.optional(
+        objective="memory", min_steps_per_epoch=None, multiple_of=1, lr_scaling="linear"
+    )
+    message = REFUSED.format("bs", 400, 100, "logged as `bs_of_training`")
+    with pytest.warns(UserWarning, match=message), pytest.warns(UserWarning, match="another `lr`"):
+        trainer = fit(module, finder, device, logger=logger)
+    assert trainer.global_step == 3
+    assert (module.scheme.bs, module.lr) == (400, pytest.approx(0.4))
+    assert float(logger.params["lr_of_training"]) == pytest.approx(0.4)
+    assert logger.params["bs_of_training"] == "400"
+
+
+def test_another_error_of_a_logger_is_raised(fit, device, tmp_path):
+    logger = FirstValues(tmp_path, own=2)
+    with pytest.raises(RuntimeError, match="Changing param values is not allowed: own"):
+        fit(Logged(device), BatchFinder(), device, logger=logger)

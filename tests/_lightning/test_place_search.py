@@ -1,13 +1,13 @@
 """The search for the place of the batch size."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_batchmem._lightning import place_search
 from lightning_batchmem.batches.loader_size import loader_batch_size
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader
 from tests.helpers.own_loaders import FixedLoader
@@ -96,21 +96,14 @@ class Together(Project):
         return super().training_step(batch[0], batch_idx)
 
 
-class Linked(LightningDataModule):
-    """Sets two other attributes with one of its own, as a property of a configuration may."""
+class Interpolated(dict):
+    """Texts in it refer to the attributes of another configuration, as in OmegaConf."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner_bs = CONSTANT
-        self.total_bs = CONSTANT
+    outer = None
 
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value)
-        if name == "total_bs":
-            super().__setattr__("inner_bs", value)
-
-    def train_dataloader(self):
-        return loader(self.inner_bs)
+    def __getitem__(self, name):
+        value = super().__getitem__(name)
+        return getattr(self.outer, value) if isinstance(value, str) else value
 
 
 class WithoutLoader(Lawful):
@@ -121,27 +114,22 @@ class WithoutLoader(Lawful):
         del self.batch_size
 
 
-def test_of_linked_attributes_the_outermost_is_taken(search, device):
-    data = Linked()
-    plan = search(WithoutLoader(device), datamodule=data)
-    assert plan.place == "total_bs"
-    assert (data.inner_bs, data.total_bs) == (FOUND, FOUND)
+def test_of_a_number_and_one_that_refers_to_it_the_outer_one_is_taken(search, device):
+    config = SimpleNamespace(bs=CONSTANT, loader=Interpolated(bs="bs"))
+    config.loader.outer = config
+    plan = search(Project(device, lambda self: loader(self.config.loader["bs"]), config=config))
+    assert plan.place == "config.bs"
+    assert config.loader == {"bs": "bs"}
 
 
-def test_attributes_that_are_not_linked_are_named(search, device):
+def test_of_two_numbers_that_decide_the_first_is_taken(search, device):
     def make(self):
-        # Each of the two alone decides.
         changed = [size for size in (self.bs, self.samples) if size != CONSTANT]
         return loader(changed[0] if changed else CONSTANT)
 
     module = Project(device, make, bs=CONSTANT, samples=CONSTANT)
-    message = (
-        "the loaders of train_dataloader must have one batch size, but follow each of `bs`,"
-        " `samples`. Pass the one to change as batch_arg_name; the others keep their values"
-    )
-    with pytest.raises(ValueError, match=message):
-        search(module)
-    assert (module.bs, module.samples) == (CONSTANT, CONSTANT)
+    assert search(module).place == "bs"
+    assert (module.bs, module.samples) == (FOUND, CONSTANT)
 
 
 class Frozen(dict):
@@ -179,14 +167,6 @@ def test_an_error_of_the_hook_at_another_value_is_no_error(search, device):
 def test_attributes_that_do_not_decide_alone(make, search, device):
     plan = search(Project(device, make, bs=CONSTANT))
     assert plan.place == "train_dataloader()"
-
-
-def test_after_five_seconds_of_requests_no_further_one_is_tried(search, device, monkeypatch):
-    seconds = iter(range(0, 1000, 2))
-    monkeypatch.setattr(place_search.time, "monotonic", lambda: float(next(seconds)))
-    attributes = {f"bs_{index}": 1 for index in range(4)}
-    with pytest.raises(ValueError, match=r"The loaders follow none of `bs_0`, `bs_1`\.$"):
-        search(Project(device, lambda self: [loader(4), loader(8)], **attributes))
 
 
 def test_a_name_of_the_user_is_never_replaced(search, device):

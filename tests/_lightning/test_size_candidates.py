@@ -1,7 +1,6 @@
 """Attributes that may be the batch size of a project."""
 
 import functools
-import time
 from argparse import Namespace
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -197,15 +196,3 @@ class Proxy:
 def test_objects_that_cannot_be_looked_at():
     root = {"closed": Closed(batch_size=4), "proxy": Proxy(), "batch_size": 4}
     assert candidate_paths([root], [4]) == ["batch_size"]
-
-
-class Lazy(dict):
-    def __getitem__(self, name):
-        time.sleep(0.1)
-        return 4
-
-
-def test_entries_that_take_long_end_the_walk(monkeypatch):
-    monkeypatch.setattr(size_candidates, "_MOST_SECONDS", 0.05)
-    slow = Lazy({f"batch_{index}": 4 for index in range(500)})
-    assert candidate_paths([{"batch_size": 4, "slow": slow}], [4]) == ["batch_size", "slow.batch_0"]

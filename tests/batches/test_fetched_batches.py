@@ -1,13 +1,11 @@
 """Data sets whose ``__getitems__`` returns a batch."""
 
 import threading
-import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from lightning_batchmem.batches.collate import FetchedCollate, FetchedSample
 from tests.helpers.samples import batches
 
 X = torch.arange(40.0)
@@ -39,11 +37,9 @@ class Fetches(Dataset):
 MADE = {
     "dictionary": (lambda x: {"x": x}, lambda batch: batch["x"]),
     "tuple": (lambda x: (x, x), lambda batch: batch[0]),
-    "list of tensors": (lambda x: [x], lambda batch: batch[0]),
     "list of two tensors": (lambda x: [x, x], lambda batch: batch[1]),
     "list of three tensors": (lambda x: [x, x, x], lambda batch: batch[2]),
     "tensor": (lambda x: x, lambda batch: batch),
-    "object": (Rows, lambda batch: batch.x),
 }
 
 
@@ -81,46 +77,11 @@ def test_a_list_of_samples_is_collated_here():
     assert dataset.reads == 0
 
 
-def test_an_error_of_the_data_set_is_its_own():
-    def fails(x):
-        if len(x) > 3:
-            raise KeyError("the user's own mistake")
-        return {"x": x}
-
-    made = batches(Fetches(fails), collate_fn=lambda batch: batch)
-    with pytest.raises(KeyError, match="the user's own mistake"):
+def test_a_batch_of_another_kind_is_refused():
+    made = batches(Fetches(Rows), collate_fn=lambda batch: batch)
+    message = "must consist of tensors and arrays, got Rows. Let the collate function join"
+    with pytest.raises(ValueError, match=message):
         made.batch(4)
-
-
-class Times(Dataset):
-    """Batches with the time at which they were read."""
-
-    def __len__(self):
-        return len(X)
-
-    def __getitems__(self, indices):
-        return {"time": torch.full((len(indices),), time.monotonic(), dtype=torch.float64)}
-
-
-def test_steps_of_one_size_have_copies_of_one_batch():
-    made = batches(Times(), collate_fn=lambda batch: batch)
-    first = made.batch(3)[0]["time"]
-    read_at = first.clone()
-    first.zero_()
-    assert torch.equal(made.batch(3)[0]["time"], read_at)
-    assert made.batch(4)[0]["time"][0] > read_at[0]
-    assert made.batch(3)[0]["time"][0] > read_at[0]
-
-
-def test_indices_that_cannot_be_pickled():
-    class Index(int):
-        pass
-
-    collate = FetchedCollate(DataLoader(Times()), lambda batch: batch)
-    samples = [FetchedSample(Index(index), None) for index in range(3)]
-    # Nothing tells whether the indices are those of the batch before.
-    first = collate(samples)["time"][0]
-    assert collate(samples)["time"][0] > first
 
 
 def test_a_data_set_that_cannot_be_copied_does_not_change_where_no_worker_reads(monkeypatch):

@@ -235,6 +235,25 @@ def test_workers_are_initialized_as_those_of_the_loader():
     assert batches(Numbers(), "longest", **loader).batch(1)[0].tolist() == [[7] * 9]
 
 
+def fails(worker):
+    raise OverflowError("Python integer out of bounds")
+
+
+def test_no_worker_is_initialized_for_a_loader_without_workers(caplog):
+    caplog.set_level(logging.INFO)
+    assert batches(Numbers(), worker_init_fn=fails).batch(1)[0].tolist()[0][0] in range(100)
+    assert not caplog.messages
+
+
+def test_an_error_in_a_worker_is_one_line(caplog):
+    caplog.set_level(logging.INFO)
+    batches(Numbers(), num_workers=1, worker_init_fn=fails).batch(1)
+    assert caplog.messages == [
+        "BatchFinder reads a copy of the data set, since a worker could not read it:"
+        " OverflowError: Python integer out of bounds"
+    ]
+
+
 def lengthen(worker):
     torch.utils.data.get_worker_info().dataset.lengths[7] = 9
 

@@ -39,6 +39,7 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
 
 RATE_BY = "multiplies the rate by"
 SEE = 'see "Choosing a batch size" in the documentation.'
+TOO_DIFFERENT = "No rule is known for so different a step: tune the learning rate by hand."
 NONE_KNOWN = "No single rule is known for {}: tune the learning rate by hand."
 WORSE = ', so the training may end worse. objective="recipe" keeps your own size'
 
@@ -52,9 +53,11 @@ WORSE = ', so the training may end worse. objective="recipe" keeps your own size
         (("SGD",), 64, f'{WORSE}. For SGD, lr_scaling="linear" {RATE_BY} 2: {SEE}'),
         (
             ("Adam", "RMSprop"),
-            320_000,
-            f'{WORSE}. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 100: {SEE}',
+            800,
+            f'{WORSE}. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 5: {SEE}',
         ),
+        (("Adam",), 33 * 32, f"{WORSE}. {TOO_DIFFERENT}"),
+        (("Lion",), 7_200, f"{WORSE}. {TOO_DIFFERENT}"),
         (
             ("SGD",),
             3,
