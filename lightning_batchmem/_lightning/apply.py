@@ -142,9 +142,8 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     for name, count in plan.recipe.trainer_settings.items():
         setattr(trainer, name, count)
-    attribute = _learning_rate_attribute(setting)
-    old_rate = attribute.value
     if plan.learning_rate is not None:
+        attribute = _learning_rate_attribute(setting)
         _set_logged(attribute, plan.learning_rate, undo)
         attribute.set(plan.learning_rate)
     discard_train_loader(trainer)
@@ -155,6 +154,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
     if before is None:
         return replace(plan, recipe=recipe)
     pairs = list(zip(before.learning_rates, rates, strict=False))
+    old_rate = before.learning_rate or 0.0
     if plan.learning_rate is not None and not any(
         math.isclose(new * old_rate, old * plan.learning_rate) for old, new in pairs
     ):
