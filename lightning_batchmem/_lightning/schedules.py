@@ -1,4 +1,4 @@
-"""Schedules of the learning rate that were made for another number of optimizer steps."""
+"""Warnings of what does not go with other optimizer steps: schedules, and accumulation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch.nn import Module
 
+from lightning_batchmem._lightning.bounds import why_not_accumulate
+from lightning_batchmem._lightning.strategies import has_batch_norm
+from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.recipe import Recipe
 
 # The attributes of torch's schedulers that are a number of steps, or several. Milestones are those
@@ -82,3 +87,29 @@ def _parts(scheduler: Any) -> Iterator[Any]:
     # The name is private in torch 2.5.1 to 2.14.
     for part in getattr(scheduler, "_schedulers", []):
         yield from _parts(part)
+
+
+def accumulation_warnings(
+    trainer: Trainer,
+    module: Module,
+    loaders: StageLoaders,
+    options: SearchOptions,
+    before: Recipe,
+    after: Recipe,
+) -> list[str]:
+    """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
+    if after.accumulate_grad_batches != before.accumulate_grad_batches:
+        text = (
+            f"BatchNorm normalizes each batch of {after.batch_size:,} by itself, and not the"
+            f" {before.batch_size:,} of your own size."
+        )
+        return [text] if has_batch_norm(module) else []
+    if (after.effective_batch_size or 0) >= (before.effective_batch_size or 0):
+        return []
+    why = why_not_accumulate(trainer, loaders, is_budget=options.budget)
+    if not why or options.objective not in ("auto", "recipe"):
+        return []
+    return [
+        f"Accumulation does not keep the {before.effective_batch_size:,} samples of a step, because"
+        f" {why}."
+    ]

@@ -21,16 +21,16 @@ from lightning_batchmem._lightning.bounds import (
     epoch_at,
     num_steps,
     steps_are_batches,
-    why_not_accumulate,
 )
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
 from lightning_batchmem._lightning.packages import noted_errors
 from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.program_maker import ProgramMaker
+from lightning_batchmem._lightning.schedules import accumulation_warnings
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.strategies import bucket_bytes, has_batch_norm, wrap_again
+from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
     has_own_hook,
@@ -276,7 +276,7 @@ class TrainerSearch:
         warnings = [
             *plan.warnings,
             *filter(None, [missed]),
-            *self._warnings(after, before, program, loaders),
+            *accumulation_warnings(trainer, program.module, loaders, self.options, before, after),
         ]
         notes = [
             f"{name} is {count:,} instead of {getattr(trainer, name):,}, because it counts batches."
@@ -289,26 +289,6 @@ class TrainerSearch:
             warnings=tuple(warnings),
             notes=(*notes, *plan.notes),
         )
-
-    def _warnings(
-        self, after: Recipe, before: Recipe, program: TrainerProgram, loaders: StageLoaders
-    ) -> list[str]:
-        """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
-        if after.accumulate_grad_batches != before.accumulate_grad_batches:
-            text = (
-                f"BatchNorm normalizes each batch of {after.batch_size:,} by itself, and not the"
-                f" {before.batch_size:,} of your own size."
-            )
-            return [text] if has_batch_norm(program.module) else []
-        if (after.effective_batch_size or 0) >= (before.effective_batch_size or 0):
-            return []
-        why = why_not_accumulate(self.trainer, loaders, is_budget=self.options.budget)
-        if not why or self.options.objective not in ("auto", "recipe"):
-            return []
-        return [
-            f"Accumulation does not keep the {before.effective_batch_size:,} samples of a step,"
-            f" because {why}."
-        ]
 
     def _longest_sample_note(
         self, plan: Plan, project_size: int | None, program: TrainerProgram
