@@ -394,9 +394,12 @@ class BatchFinder(Callback):
                         setting, project_snapshot(trainer)
                     )
             if plan is None:
+                of_fit = ""
+                if self._plan_of_fit is not None and self._plan_of_fit.place:
+                    of_fit = f". The loaders of the training follow `{self._plan_of_fit.place}`"
                 rank_zero_info(
                     f"BatchFinder leaves {source.hook} unchanged: no loader follows"
-                    f" `{setting.name}`"
+                    f" `{setting.name}`{of_fit}"
                 )
                 return
             self.plan = plan

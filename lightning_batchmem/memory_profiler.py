@@ -27,7 +27,7 @@ from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.run import Run, plan_in
-from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder, make_log_dir
+from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
 from lightning_batchmem.profile.step_memory import PEAK
 from lightning_batchmem.profile.summary import Summary
@@ -81,7 +81,6 @@ class MemoryProfiler(Callback):
 
     Raises:
         ValueError: if ``snapshot``, ``items_fn`` or ``peak_flops`` is invalid.
-        OSError: in ``setup``, if ``log_dir`` cannot be written.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -131,9 +130,8 @@ class MemoryProfiler(Callback):
     def optional(cls, **options: Any) -> Self:
         """A profiler for a script that does not know the package, and has to run as without it.
 
-        The environment variable makes such profilers. A log directory that cannot be written is a
-        warning, and metrics go to loggers of Lightning only: a logger of the project may not expect
-        them.
+        The environment variable makes such profilers. Metrics go to loggers of Lightning only: a
+        logger of the project may not expect them.
 
         Args:
             **options: arguments of MemoryProfiler.
@@ -182,7 +180,7 @@ class MemoryProfiler(Callback):
         return device_memory_for(device, quick=True)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Fail if the log directory cannot be written."""
+        """Find the log directory, and begin the peak before the first step."""
         begin_run()
         self._run = None
         self._summary = None
@@ -193,21 +191,10 @@ class MemoryProfiler(Callback):
         is_remote = "://" in log_dir
         is_without_files = is_remote or is_fast_dev_run(trainer)
         self._log_dir = None if is_without_files else Path(log_dir)
-        if self._has_csv and trainer.is_global_zero:
-            if is_remote:
-                rank_zero_warn(
-                    f"MemoryProfiler writes no {CSV_NAME}: the log directory {log_dir} is not"
-                    " local."
-                )
-            elif not is_without_files:
-                try:
-                    # A folder of our own is made with the first file.
-                    make_log_dir(Path(log_dir if trainer.loggers else trainer.default_root_dir))
-                except OSError as error:
-                    if not self._options.is_optional:
-                        raise
-                    self._log_dir = None
-                    rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
+        if self._has_csv and is_remote and trainer.is_global_zero:
+            rank_zero_warn(
+                f"MemoryProfiler writes no {CSV_NAME}: the log directory {log_dir} is not local."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record a training."""
@@ -328,10 +315,9 @@ class MemoryProfiler(Callback):
         folder = None
         if self._has_csv and self._log_dir is not None and trainer.is_global_zero:
             try:
-                if not trainer.loggers:
-                    self._log_dir.mkdir(parents=True, exist_ok=True)
+                self._log_dir.mkdir(parents=True, exist_ok=True)
                 folder = RunFolder(self._log_dir)
-            # The directory could be written in setup.
+            # The training goes on without files.
             except OSError as error:
                 rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
         snapshot = None

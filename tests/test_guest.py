@@ -564,8 +564,9 @@ def test_a_directory_that_cannot_be_written_under_the_variable(tmp_path, monkeyp
     left, texts = trained(directory, Net, adder)
     assert left[0] == STEPS
     assert [text[:41] for text in texts] == ["MemoryProfiler writes no memory_per_batch"]
-    with pytest.raises(OSError, match="cannot write into the log directory"):
-        trained(directory, Net, MemoryProfiler())
+    left, texts = trained(directory, Net, MemoryProfiler())
+    assert left[0] == STEPS
+    assert [text[:41] for text in texts] == ["MemoryProfiler writes no memory_per_batch"]
 
 
 # --- the kernel, psutil and the device

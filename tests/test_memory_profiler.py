@@ -115,8 +115,6 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
         assert 0 < float(row["data_wait_pct"]) < 100
     logged = [(step, metrics["memory/peak_process_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
-    # Without a plan the limit of a CPU moves with the free memory.
-    assert not any("memory/process_limit_mib" in metrics for _, metrics in recorder.ours)
     assert (summary.memory.peak_bytes, summary.memory.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.memory.batch_size) == (6, 2)
     assert summary.speed.cores == usable_cores()
@@ -328,7 +326,7 @@ def test_steps_that_compile_are_no_part_of_the_means(
     steps = 10 if compiles else 11
     assert speed.samples_per_second == pytest.approx(samples / (3.0 * steps))
     assert speed.first_step_seconds == (33.0 if compiles else 3.0)
-    shown = "12 steps of 3,000.0 ms (the first: 33.00 s)"
+    shown = "12 steps of 3,000.0 ms (the first: 33,000.0 ms)"
     printed = capsys.readouterr().out
     assert (shown in printed) == ("(the first:" in printed) == compiles
     logged = [metrics["speed/step_ms"] for _, metrics in recorder.ours]
@@ -453,7 +451,7 @@ def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
 @pytest.mark.parametrize(
     ("options", "breakdown_peak", "text"),
     [
-        ({}, MIB, "before the first step after an optimizer step"),
+        ({}, MIB, "before the steady steps"),
         ({"max_steps": 1}, None, "No breakdown"),
     ],
 )
@@ -561,7 +559,6 @@ def test_the_phase_of_the_peak_of_one_step_is_named(tmp_path, device_memory, cap
     assert profiler.summary.memory.breakdown.phase == phase
     text = capsys.readouterr().out
     assert (f"\nPeak of step 1: in {phase}\n" in text) == bool(highest)
-    assert ("MiB, above that of the training\n" in text) == (highest == "validation")
 
 
 class Skips(Net):
@@ -903,7 +900,10 @@ ALERTS = {
         r"The peak, 1,000\.0 MiB, is above 95%.*Use a smaller batch, or recompute",
         {"log_every_n_steps": 0},
     ),
-    "leak": (r"grows by 1\.0 MiB a step", {"loader": data(samples=80), "max_epochs": 10}),
+    "leak": (
+        r"grows by 1,000\.0 MiB in 1,000 steps",
+        {"loader": data(samples=80), "max_epochs": 10},
+    ),
 }
 
 
@@ -936,7 +936,7 @@ def test_a_leak_is_found_where_a_validation_follows_each_step(tmp_path, device_m
     # The steps of a validation have numbers of their own.
     module = Validated(work)
     options = {"val_check_interval": 1, "max_epochs": 10}
-    with pytest.warns(UserWarning, match=r"MemoryProfiler: .*grows by 1\.0 MiB a step"):
+    with pytest.warns(UserWarning, match=r"MemoryProfiler: .*grows by 1,000\.0 MiB in 1,000 steps"):
         profiled(tmp_path, module, loader=data(samples=40), val=data(samples=4), **options)
 
 
@@ -1129,11 +1129,12 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
     net = lawful.Evaluated(device_memory, size_name)
     trainer.fit(net)
     plans = [finder.plan]
-    # Only a loader that follows the batch size makes a search.
-    trainer.test(net, verbose=False)
+    # The size of a hook is that which fit has found, and only a loader that follows it makes a search.
     if size_name == "batch_size":
+        trainer.test(net, net.test_dataloader(), verbose=False)
         plans.append(finder.plan)
     else:
+        trainer.test(net, verbose=False)
         # The limit of the search held until the training ended.
         limit_bytes = profiler.summary.memory.limit_bytes
         assert plans[0].limit_bytes < limit_bytes == device_memory.available_bytes()
@@ -1332,17 +1333,15 @@ def test_a_mock_of_a_logger_has_no_directory(tmp_path, device_memory):
 def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_memory):
     (tmp_path / "file").touch()
     fail = At(on_fit_start=lambda *_: failing(0)(0, "start"))
-    with pytest.raises(OSError, match=r"cannot write into the log directory.*file"):
-        trainer_for(tmp_path / "file", MemoryProfiler(), fail).fit(Net(), data())
     with pytest.raises(KeyError, match="user's error"):
         trainer_for(tmp_path, MemoryProfiler(), fail).fit(Net(), data())
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_training_goes_on_where_the_log_directory_has_disappeared(tmp_path, device_memory):
+def test_a_training_goes_on_where_the_log_directory_cannot_be_made(tmp_path, device_memory):
     directory = tmp_path / "logs"
-    # A file takes its place.
-    remove = At(on_fit_start=lambda *_: (directory.rmdir(), directory.touch()))
+    # A file is there by then.
+    remove = At(on_fit_start=lambda *_: directory.touch())
     profiler = MemoryProfiler()
     trainer = trainer_for(directory, profiler, remove)
     with pytest.warns(UserWarning, match=r"writes no memory_per_batch\.csv: .*Not a directory"):
@@ -1405,11 +1404,19 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
 @pytest.mark.parametrize(
     ("hook", "at_step", "text"),
     [
-        ("on_train_epoch_end", 6, "grown by 300.0 MiB, most of it between steps 5 and 6"),
-        ("on_validation_end", 3, "grown by 300.0 MiB, most of it between steps 2 and 3"),
-        ("on_before_optimizer_step", 3, "grown by 300.0 MiB, most of it between steps 2 and 4"),
+        ("on_train_epoch_end", 6, "grown by 300.0 MiB, by 300.0 MiB of it between steps 5 and 6"),
+        ("on_validation_end", 3, "grown by 300.0 MiB, by 300.0 MiB of it between steps 2 and 3"),
+        (
+            "on_before_optimizer_step",
+            3,
+            "grown by 300.0 MiB, by 300.0 MiB of it between steps 2 and 4",
+        ),
         # Each step keeps 50 MiB.
-        ("on_train_batch_start", None, "grown by 750.0 MiB, little by little"),
+        (
+            "on_train_batch_start",
+            None,
+            "grown by 750.0 MiB, by 50.0 MiB of it between steps",
+        ),
     ],
 )
 def test_an_out_of_memory_error_says_which_memory_has_grown(
@@ -1432,7 +1439,7 @@ def test_an_out_of_memory_error_says_which_memory_has_grown(
     trainer = trainer_for(tmp_path, MemoryProfiler(), hooks, max_epochs=9, val_check_interval=3)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer.fit(Validated(work), data(), data(samples=8))
-    assert f"The memory in use between steps has {text}." in notes_of(error)
+    assert f"The memory in use between steps has {text}" in notes_of(error)
 
 
 def test_no_growth_is_not_named(tmp_path, device_memory):

@@ -109,6 +109,15 @@ class TrainerProgram(Program):
         """A sentence about a size whose training batches have the longest samples only."""
         return self._all_steps[0].batches.longest_sample_note(batch_size)
 
+    def kept_size_note(self, project_size: int | None) -> str:
+        """A sentence about loaders of a validation that keep the size of the project."""
+        if self.evaluation is None or self.evaluation.loaders.follows:
+            return ""
+        loaders = self.evaluation.loaders
+        if project_size not in [loader.size_at(1) for loader in loaders.sized]:
+            return ""
+        return f"The loaders of {loaders.hook} keep your batch size, {project_size}."
+
     def bounds(self) -> list[Bound]:
         return self._bounds
 

@@ -237,7 +237,9 @@ class TrainerSearch:
                         raise
                 options = replace(options, min_batch_size=followed.project_size)
                 clean_start.again_for_loaders()
-        plan = replace(plan, notes=(*plan.notes, *state.notes, *filter(None, [note])))
+        of_validation = program.kept_size_note(followed.project_size)
+        notes = (*plan.notes, of_validation, *state.notes, note)
+        plan = replace(plan, notes=tuple(filter(None, notes)))
         return FoundPlan(
             self._with_recipe(plan, before, program, followed.loaders),
             followed.setting,

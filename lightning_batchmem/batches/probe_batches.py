@@ -146,10 +146,14 @@ class ProbeBatches:
         )
 
     def items(self, batch_size: int) -> float:
-        """What the throughput counts in one batch: its samples, or items within a budget."""
+        """What the throughput counts in one batch: its samples, or items within a budget.
+
+        It counts those of all loaders that a batch has samples of, as MemoryProfiler does.
+        """
+        samples = sum(batches.info.size_at(batch_size) for batches in self._of_loaders)
         return next(
             (b.items(batch_size) for b in self._of_loaders if isinstance(b, BudgetBatches)),
-            batch_size,
+            samples / self.loaders_in_turn,
         )
 
     def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:

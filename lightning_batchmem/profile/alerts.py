@@ -20,8 +20,10 @@ STAGES = {"train": "training", "validate": "validation", "test": "test", "predic
 # Each has what happened, and what to do.
 _SENTENCES = {
     "leak": (
-        "The memory in use at the start of a {stage} step grows by {pace}. If this goes on, it"
-        " reaches the limit of {limit} at about step {end}. {advice}"
+        "The memory in use at the start of a {stage} step grows by {pace} in 1,000 steps. If"
+        " this goes on, it reaches the limit of {limit} at about step {end}. Keep loss.item() or"
+        " loss.detach() instead of the loss, and no outputs, list states of metrics or caches that"
+        " grow. predict keeps none with return_predictions=False."
     ),
     "nearly full": (
         "The peak, {peak}, is above 95% of the limit of {limit}. Use a smaller"
@@ -35,18 +37,10 @@ _SENTENCES = {
     "data": (
         "{share:.0%} of the last {seconds:.0f} s ({steps} steps) passed before the next batch"
         " arrived, and the device was busy for {busy:.0f}% of it. Use more num_workers in the"
-        " {loader} DataLoader with persistent_workers=True, and pin_memory=True on a GPU, or move"
-        " work out of the data set."
+        " DataLoader of the {stage} with persistent_workers=True, and pin_memory=True on a GPU, or"
+        " move work out of the data set."
     ),
 }
-_KEEPS = (
-    "Keep loss.item() or loss.detach() instead of the loss, and no outputs, list states of metrics"
-    " or caches that grow."
-)
-# What a step of a stage may keep.
-_LEAK_ADVICE = {"predict": "Pass return_predictions=False to predict, and keep no outputs."}
-# The names in hooks and of loaders.
-_LOADERS = {"validate": "val"}
 _NEARLY_FULL_SHARE = 0.95
 # The alert about data and each conclusion need at least this many steps and seconds. One step is
 # then at most a twentieth of them, as far as they are equal, and the utilization, which is read
@@ -124,21 +118,14 @@ class Alerts:
         if pace_bytes is None:
             return
         free_bytes = max(0, limit_bytes - max(start_bytes, step.peak_bytes or 0))
-        pace = f"{mib(pace_bytes)} a step"
-        if pace_bytes < MIB / 100:
-            pace = f"{mib(1000 * pace_bytes)} in 1,000 steps"
         end = round(step.number + free_bytes / pace_bytes)
         # The next epoch may begin with an empty list, so growth within one matters if it fills the
         # memory there.
-        first, last, now, full = (
-            number // self._steps_in_epoch for number in (*self._leaks.compared, step.number, end)
-        )
-        if first == last and now < full:
+        first, last = self._leaks.compared
+        each = self._steps_in_epoch
+        if first // each == last // each and step.number // each < end // each:
             return
-        advice = _LEAK_ADVICE.get(self._stage, _KEEPS)
-        limit = mib(limit_bytes)
-        stage = STAGES[self._stage]
-        self.issue("leak", stage=stage, pace=pace, end=end, limit=limit, advice=advice)
+        self.issue("leak", pace=mib(1000 * pace_bytes), end=end, limit=mib(limit_bytes))
 
     def _check_wait(self, times: Times) -> None:
         """Add the steps since the last call, and check the wait once they are enough."""
@@ -151,14 +138,12 @@ class Alerts:
         share = waited.wait.per_second() or 0.0
         busy = waited.busy.per_second() or 0.0
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
-            loader = _LOADERS.get(self._stage, self._stage)
-            steps = waited.steps
-            self.issue("data", share=share, seconds=seconds, steps=steps, busy=busy, loader=loader)
+            self.issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
 
     def issue(self, kind: str, **values: object) -> None:
         """Warn of something, once."""
         if kind not in self.issued:
-            self.issued[kind] = _SENTENCES[kind].format(**values)
+            self.issued[kind] = _SENTENCES[kind].format(stage=STAGES[self._stage], **values)
             self._warn(self.issued[kind])
 
 

@@ -74,15 +74,11 @@ class DeviceReader:
         counters = self._counters()
         before = self._events_before
         events = {name: max(0, count - before.get(name, 0)) for name, count in counters.items()}
-        limit_bytes = self._limit_bytes()
-        # The limit of a CPU is fixed where it is that of a plan.
-        is_fixed = self.cores is None or limit_bytes == self._max_limit_bytes
         self.last = DeviceReading(
-            limit_bytes,
+            self._limit_bytes(),
             self._utilization_now() or self.last.utilization,
             events.get("num_alloc_retries"),
             events.get("num_ooms"),
-            limit_bytes if is_fixed else None,
         )
         return self.last
 

@@ -82,8 +82,7 @@ class LoggerMetrics:
         if interval.stage != "train":
             known = {f"{name}_{interval.stage}": value for name, value in known.items()}
         else:
-            # A limit that moves with the free memory is in the CSV and in the summary only.
-            known["memory/process_limit_mib"] = _mib(reading.fixed_limit_bytes)
+            known["memory/process_limit_mib"] = _mib(reading.limit_bytes)
             known["memory/alloc_retries"] = reading.alloc_retries or None
             known["memory/ooms"] = reading.ooms or None
             if self.flops is not None:

@@ -201,7 +201,7 @@ class Run:
             rank_zero_info(text)
         clock = self._recorder.clock
         if peak_bytes > self.peaks.epoch_bytes:
-            self.peaks.add(peak_bytes, clock.stage, clock.number)
+            self.peaks.add(peak_bytes, f"in {clock.stage} step {clock.number}")
         self._logging_step = logging_step(trainer)
         is_training = clock.stage == "train"
         self._is_due = is_training and logs_now(trainer, self._logging_step)

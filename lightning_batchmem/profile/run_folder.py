@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TextIO
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -13,19 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 CSV_NAME = "memory_per_batch.csv"
 PLAN_NAME = "batch_plan.json"
 SUMMARY_NAME = "memory_summary.json"
-
-
-def make_log_dir(directory: Path) -> None:
-    """Create the log directory, and raise an OSError with a remedy if it cannot be written."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=directory).close()
-    except OSError as error:
-        text = (
-            "MemoryProfiler cannot write into the log directory; use another one, or"
-            " MemoryProfiler(csv=False)"
-        )
-        raise type(error)(error.errno, f"{text}: {error}") from error
 
 
 class RunFolder:

@@ -28,8 +28,7 @@ class Options(NamedTuple):
     modules: bool
     flops: bool
     peak_flops: float | None
-    # Whether the script may not know the profiler. Then only loggers of Lightning get metrics, and
-    # a log directory that cannot be written is a warning.
+    # Whether the script may not know the profiler. Then only loggers of Lightning get metrics.
     is_optional: bool = False
 
 

@@ -48,8 +48,6 @@ class DeviceReading(NamedTuple):
     # Retries of the allocator since the run began, and allocations that failed.
     alloc_retries: int | None = None
     ooms: int | None = None
-    # The limit, if it does not move with the free memory.
-    fixed_limit_bytes: int | None = None
 
 
 UNREAD = DeviceReading()

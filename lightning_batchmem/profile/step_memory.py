@@ -35,42 +35,41 @@ class PeakBetweenSteps:
         return f"after step {self.after_step}"
 
 
+@dataclass
 class Growth:
     """How much more is held between steps than in the first steady one, and since when.
 
     Args:
-        start_bytes: what was held before that step.
-        after_step: the step before it.
+        begin_bytes: what was held then.
+        most_bytes: the most so far.
+        step: the step before the last reading near it. A validation frees the gradients, so some
+            readings are lower.
+        rise: the largest rise from one most to the next, and the steps around it.
     """
 
-    def __init__(self, start_bytes: int, after_step: int | None) -> None:
-        self._begin_bytes = start_bytes
-        # The most so far, and the step before the last reading near it. A validation frees the
-        # gradients, so some readings are lower.
-        self._most_bytes = start_bytes
-        self._step = after_step or 0
-        # The largest rise from one most to the next, and the steps around it.
-        self._rise = (0, 0, 0)
+    begin_bytes: int
+    most_bytes: int
+    step: int
+    rise: tuple[int, int, int] = (0, 0, 0)
 
-    def add(self, start_bytes: int, after_step: int | None) -> None:
+    def add(self, start_bytes: int, step: int) -> None:
         """Add a reading after a step."""
-        step = after_step or 0
-        rise_bytes = start_bytes - self._most_bytes
-        self._rise = max(self._rise, (rise_bytes, self._step, step + 1))
+        rise_bytes = start_bytes - self.most_bytes
+        self.rise = max(self.rise, (rise_bytes, self.step, step + 1))
         if rise_bytes >= -_SMALL_SHARE * start_bytes:
-            self._most_bytes = max(self._most_bytes, start_bytes)
-            self._step = step
+            self.most_bytes = max(self.most_bytes, start_bytes)
+            self.step = step
 
     def text(self, start_bytes: int) -> str:
         """Return a sentence about the growth until a reading; empty for hardly any."""
-        grown_bytes = start_bytes - self._begin_bytes
+        grown_bytes = start_bytes - self.begin_bytes
         if grown_bytes <= _SMALL_SHARE * start_bytes:
             return ""
-        rise_bytes, before, after = self._rise
-        most = "little by little"
-        if 2 * rise_bytes > grown_bytes:
-            most = f"most of it between steps {before} and {after}"
-        return f" The memory in use between steps has grown by {mib(grown_bytes)}, {most}."
+        rise_bytes, before, after = self.rise
+        return (
+            f" The memory in use between steps has grown by {mib(grown_bytes)}, by"
+            f" {mib(rise_bytes)} of it between steps {before} and {after}."
+        )
 
 
 class StepMemory:
@@ -180,7 +179,7 @@ class StepMemory:
             return
         peak_bytes, self.last_start_bytes = held
         if self._growth is not None:
-            self._growth.add(self.last_start_bytes, self._after_step)
+            self._growth.add(self.last_start_bytes, self._after_step or 0)
         # Without a restart it is known only where it is above that of the step.
         if self._is_watched or peak_bytes > self._last_peak_bytes:
             self.before_bytes = max(peak_bytes, self.before_bytes or 0)
@@ -189,9 +188,8 @@ class StepMemory:
 
     def begin_growth(self) -> None:
         """Count growth from the last reading on, since gradients and states exist now."""
-        # The heap of a CPU keeps what was freed.
-        if self._device_memory is not None and not self._device_memory.is_host:
-            self._growth = Growth(self.last_start_bytes, self._after_step)
+        start_bytes = self.last_start_bytes
+        self._growth = Growth(start_bytes, start_bytes, self._after_step or 0)
 
     @property
     def growth_text(self) -> str:
@@ -211,12 +209,12 @@ class RunPeaks:
     def begin_epoch(self) -> None:
         self.epoch_bytes = 0
 
-    def add(self, peak_bytes: int, place: object, number: int | None = None) -> None:
-        """Add a peak, in a stage and its step with this number, or in another place."""
+    def add(self, peak_bytes: int, place: object) -> None:
+        """Add a peak, and where it was."""
         self.epoch_bytes = max(self.epoch_bytes, peak_bytes)
         if peak_bytes > self.run_bytes:
             self.run_bytes = peak_bytes
-            self.place = str(place) if number is None else f"in {place} step {number}"
+            self.place = str(place)
 
 
 def _has_reset(device_memory: DeviceMemory) -> bool:

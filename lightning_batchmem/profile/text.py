@@ -174,9 +174,7 @@ def _caption(summary: Summary) -> Iterator[str]:
             f" highest on {peaks.index(max(peaks))}; {mib(sum(peaks))} in all"
         )
     if memory.validation_peak_bytes is not None:
-        is_highest = memory.validation_peak_bytes > (memory.peak_bytes or 0)
-        text = ", above that of the training" if is_highest else ""
-        yield f"Highest peak of the validation: {mib(memory.validation_peak_bytes)}{text}"
+        yield f"Highest peak of the validation: {mib(memory.validation_peak_bytes)}"
     yield from _breakdown_notes(summary)
     for measured in (summary.modules, flops):
         if measured is not None and measured.why_not:
@@ -193,23 +191,20 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
     """Yield what the table does not show, and why."""
     memory = summary.memory
     breakdown = memory.breakdown
-    stage = STAGES[summary.stage]
-    start = "the first step after an optimizer step"
-    if summary.stage != "train":
-        start = "the second step"
     if memory.graph_steps:
         yield (
             f"{memory.graph_steps:,} steps replayed CUDA graphs, whose memory counts as free in"
             " the allocator. Only that of the process includes it."
         )
     elif breakdown is None and memory.peak_bytes is not None:
-        yield f"No breakdown: the {stage} had too few steps for it, or it could not be measured."
-    elif breakdown is not None and breakdown.peak_bytes < (memory.peak_bytes or 0):
-        yield f"The highest peak came before {start}; the breakdown is that of the steps after it."
-    if breakdown is not None and breakdown.other_bytes < 0:
         yield (
-            '"Other" is negative: some tensors are not in memory (swapped out, or mapped from a'
-            " file)."
+            f"No breakdown: the {STAGES[summary.stage]} had too few steps for it, or it could not"
+            " be measured."
+        )
+    elif breakdown is not None and breakdown.peak_bytes < (memory.peak_bytes or 0):
+        yield (
+            "The highest peak came before the steady steps; the breakdown is that of the steps"
+            " after it."
         )
 
 
@@ -217,9 +212,7 @@ def _speed(steps: int, speed: RunSpeed) -> str:
     text = f"{counted(steps, 'step')} of {1e3 * speed.step_seconds:,.1f} ms"
     first_seconds = speed.first_step_seconds or 0.0
     if first_seconds > _LONG_FIRST * speed.step_seconds:
-        is_long = first_seconds >= 1.0
-        first = f"{first_seconds:,.2f} s" if is_long else f"{1e3 * first_seconds:,.1f} ms"
-        text += f" (the first: {first})"
+        text += f" (the first: {1e3 * first_seconds:,.1f} ms)"
     if speed.samples_per_second is not None:
         text += f", {speed.samples_per_second:,.1f} samples/s"
     if speed.items_per_second is not None:

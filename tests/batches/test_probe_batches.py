@@ -243,6 +243,11 @@ def test_pinned_batches_count_twice(monkeypatch):
     assert probe.shared_bytes(8) == 3 * 8 * KIB
 
 
+@pytest.mark.parametrize(("mode", "items"), [("max_size_cycle", 5 + 3 + 10), ("sequential", 6)])
+def test_the_samples_of_all_loaders_count_as_in_the_profiler(mode, items):
+    assert ProbeBatches(several(mode)).items(5) == items
+
+
 def test_workers_make_no_more_batches_than_an_epoch_has():
     probe = with_workers({"num_workers": 2, "prefetch_factor": 4})
     # 10,000 samples are three batches, and not nine.

@@ -112,7 +112,7 @@ def test_the_alert_for_a_leak_names_pace_and_end_once():
     (sentence,) = sentences
     assert rules.issued == {"leak": sentence}
     # The alert comes after step 63. From the peak of 1,500 MiB, 500 steps reach the limit.
-    pace = "grows by 1.0 MiB a step."
+    pace = "grows by 1,000.0 MiB in 1,000 steps."
     end = "If this goes on, it reaches the limit of 2,000.0 MiB at about step 563."
     assert f"{pace} {end}" in sentence
     assert "loss.item()" in sentence
@@ -231,7 +231,10 @@ def test_a_smaller_batch_is_no_advice_where_memory_grows():
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("predict", "at the start of a prediction step .* Pass return_predictions=False"),
+        (
+            "predict",
+            "at the start of a prediction step .* predict keeps none with return_predictions=False",
+        ),
         ("test", "at the start of a test step .* Keep loss"),
     ],
 )

@@ -19,6 +19,7 @@ def test_metrics_are_maxima_of_bytes_and_means_of_times():
         "memory/peak_tensors_mib": 9.0,
         "memory/peak_process_mib": 8.0,
         "memory/used_pct": 12.5,
+        "memory/process_limit_mib": 64.0,
         "speed/samples_per_s": 2 * 9 / 8.0,
         "speed/items_per_s": 2 * 100 / 4.0,
         "speed/step_ms": pytest.approx(8000 / 3),
@@ -51,18 +52,8 @@ def test_the_size_of_a_batch_is_logged_where_it_changes():
     assert found[1]["speed/samples_per_batch_validate"] == 2.0
 
 
-def test_only_a_limit_that_does_not_move_is_a_curve():
-    name = "memory/process_limit_mib"
-    moves = DeviceReading(64 * MIB)
-    is_fixed = DeviceReading(64 * MIB, fixed_limit_bytes=64 * MIB)
-    found = [
-        LoggerMetrics([], 1).metrics(interval(step(0, 8), reading=one)) for one in (moves, is_fixed)
-    ]
-    assert [metrics.get(name) for metrics in found] == [None, 64.0]
-
-
 def test_an_evaluation_has_the_names_of_a_training_and_its_stage():
-    reading = DeviceReading(64 * MIB, ("gpu_pct", 50.0), 1, 1, 64 * MIB)
+    reading = DeviceReading(64 * MIB, ("gpu_pct", 50.0), 1, 1)
     one = step(0, 5, reserved=8 * MIB, items=100)
     training, test = (
         LoggerMetrics([], 1).metrics(interval(one._replace(stage=stage), reading=reading))

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_batchmem.profile.run_folder import RunFolder, make_log_dir
+from lightning_batchmem.profile.run_folder import RunFolder
 
 
 def made(directory):
@@ -8,12 +8,6 @@ def made(directory):
     folder = RunFolder(directory)
     folder.csv.close()
     return folder
-
-
-def test_the_directory_is_made(tmp_path):
-    directory = tmp_path / "made" / "on the way"
-    make_log_dir(directory)
-    assert list(directory.iterdir()) == []
 
 
 def test_each_run_has_its_own_file(tmp_path):

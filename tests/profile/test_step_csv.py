@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_batchmem.profile.run_folder import RunFolder, make_log_dir
+from lightning_batchmem.profile.run_folder import RunFolder
 from lightning_batchmem.profile.step import UNREAD, DeviceReading, Step
 from lightning_batchmem.profile.step_csv import COLUMNS, StepCsv, read_rows
 from tests.helpers.profiled import MIB, rows
@@ -17,7 +17,7 @@ STEP = Step(7, "train", 8, 0.5, 0.125, 3 * MIB, 4 * MIB)
 
 
 def written(directory, *steps, reading=UNREAD, **options):
-    make_log_dir(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(directory)
     file = StepCsv(folder.csv, **options)
     file.take(interval(*steps, reading=reading))

@@ -127,7 +127,11 @@ def test_every_part_with_its_share():
             ["1,200 steps of 12.5 ms (the first: 25.1 ms), 1,234.5 samples/s"],
             [],
         ),
-        (with_speed(SUMMARY, first_step_seconds=4.5), ["12.5 ms (the first: 4.50 s), 1,234.5"], []),
+        (
+            with_speed(SUMMARY, first_step_seconds=4.5),
+            ["12.5 ms (the first: 4,500.0 ms), 1,234.5"],
+            [],
+        ),
         (with_speed(SUMMARY, first_step_seconds=0.0249), ["of 12.5 ms,"], ["the first:"]),
         # A hook may use more than any step.
         (
@@ -185,12 +189,7 @@ def test_every_part_with_its_share():
         (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
         (
             with_memory(SUMMARY, peak_bytes=2001 * MIB),
-            ["came before the first step after an optimizer step"],
-            [],
-        ),
-        (
-            with_memory(SUMMARY, breakdown=MemoryBreakdown(2100 * MIB, 0, 0, 0, 0, -MIB)),
-            ["are not in memory"],
+            ["came before the steady steps"],
             [],
         ),
     ],

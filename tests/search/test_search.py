@@ -576,3 +576,33 @@ def test_what_was_asked_for_and_not_done_is_the_first_note(search, device, tmp_p
     assert "fits even if every sample is the longest" in plan.notes[0]
     again = search(module, options={"plan": tmp_path})
     assert again.notes[0].startswith("The earlier plan was not used")
+
+
+def test_a_note_names_validation_loaders_that_keep_the_size_of_the_project(search, device):
+    notes = search(Evaluated(device), val_dataloaders=loader(3)).notes
+    assert "The loaders of val_dataloader keep your batch size, 3." in notes
+    # Another size was never that of the project.
+    for arguments in ({"val_dataloaders": loader(7)}, {}):
+        plan = search(Evaluated(device), **arguments)
+        assert not any("keep your batch size" in note for note in plan.notes)
+
+
+class Named(Evaluated):
+    """Its loaders have another attribute than ``batch_size``."""
+
+    def __init__(self, device):
+        super().__init__(device, "bs")
+        self.bs = 3
+
+    def train_dataloader(self):
+        return loader(self.bs)
+
+
+def test_a_test_that_is_left_alone_names_the_attribute_of_the_training(fit, device, caplog):
+    module = Named(device)
+    trainer = fit(module, BatchFinder(objective="memory", max_batch_size=20), device)
+    assert module.bs == 20
+    with caplog.at_level("INFO"):
+        trainer.test(module)
+    text = "leaves test_dataloader unchanged: no loader follows `batch_size`. The loaders of the"
+    assert f"{text} training follow `bs`" in caplog.text
