@@ -1129,7 +1129,7 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
     net = lawful.Evaluated(device_memory, size_name)
     trainer.fit(net)
     plans = [finder.plan]
-    # The size of a hook is that which fit has found, and only a loader that follows it makes a search.
+    # A loader of a hook has the size that fit has found, and a loader that is passed does not.
     if size_name == "batch_size":
         trainer.test(net, net.test_dataloader(), verbose=False)
         plans.append(finder.plan)

@@ -145,7 +145,10 @@ class TrainerProgram(Program):
             epochs = max(1, max_epochs - trainer.current_epoch)
         batches = in_epoch * epochs
         if trainer.max_steps > 0:
-            return min(batches, trainer.max_steps * self.accumulate_grad_batches)
+            accumulate = self.accumulate_grad_batches
+            if self.samples_per_step is not None:
+                accumulate = -(-self.samples_per_step // (batch_size * trainer.world_size))
+            return min(batches, trainer.max_steps * accumulate)
         return batches
 
     def shared_bytes(self, batch_size: int) -> int:

@@ -5,9 +5,8 @@ The private names used here are those of lightning 2.5.0 and 2.6.6.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torchmetrics import Metric
 
 from lightning_batchmem._lightning.bounds import limited_batches
 from lightning_batchmem._lightning.data_source import attach_to_loop
@@ -29,11 +29,20 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.search.program import Steps
 from lightning_batchmem.search.ranks import CollectiveFoundError
+
+_TRAIN_END = ("on_train_epoch_end",)
+_BETWEEN_EPOCHS = (
+    *_TRAIN_END,
+    "on_train_epoch_start",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+)
+"""Hooks that may free what the steps of an epoch keep."""
 
 _STOPPED = (
     "the {} raised StopIteration, which would end the epoch, so BatchFinder cannot measure it."
@@ -70,8 +79,6 @@ class _StageSteps(Steps):
     # The batch of the next step, with the index of its loader. It is taken out by the step, which
     # then holds the only reference.
     _next_batch: list[tuple[Any, int]] = field(default_factory=list)
-    # The number of this batch in its loader.
-    _index: int = 0
 
     @property
     def sample_bytes(self) -> int:
@@ -101,12 +108,15 @@ class _StageSteps(Steps):
         last_size = self.loaders.last_batch_size(batch_size)
         return last_size if last_size > 1 else min(batch_size, max(2, batch_size // 2))
 
+    @property
+    def frees_at_epoch_end(self) -> bool:
+        module = self.trainer.lightning_module
+        # Lightning itself resets the metrics that a module logs.
+        return self._overrides(_BETWEEN_EPOCHS) or any(
+            isinstance(part, Metric) for part in module.modules()
+        )
+
     def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
-        in_epoch = self.batches_in_epoch(batch_size)
-        self._index = index // self.batches.loaders_in_turn
-        if 1 <= in_epoch < math.inf:
-            # A project may look up values by the index of the batch.
-            self._index %= int(in_epoch)
         make = self.batches.other_lengths if other_lengths else self.batches.batch
         self._make_again = partial(make, batch_size, index)
         try:
@@ -119,6 +129,28 @@ class _StageSteps(Steps):
         # A prediction has no results.
         if (results := results_of(self.loop)) is not None:
             results.batch = None
+
+    def _overrides(self, hooks: Sequence[str]) -> bool:
+        """Whether the module has one of these hooks."""
+        is_overridden = lightning_name(self.trainer, "utilities.model_helpers.is_overridden")
+        return any(is_overridden(hook, self.trainer.lightning_module) for hook in hooks)
+
+    def _call_end_hooks(self, *hooks: str) -> None:
+        """Call hooks at the end of an epoch, which may need a whole one."""
+        connector = logger_connector(self.trainer)
+        connector.epoch_end_reached()
+        try:
+            for hook in hooks:
+                call_module_hook(self.trainer, hook)
+        # A user's hook may raise any exception after a few batches.
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, CollectiveFoundError):
+                raise
+            rank_zero_warn(
+                f"{hook} failed after a few batches of the search, which goes on:"
+                f" {type(error).__name__}: {error}"
+            )
+        connector.reset_results()
 
 
 @dataclass(eq=False)
@@ -186,19 +218,16 @@ class TrainingSteps(_StageSteps):
             # Lightning counts in on_advance_end, which is not called because it also validates.
             count_optimizer_step(self.trainer)
 
-    def end_epoch(self) -> None:
-        """Call the hook of the module at the end of an epoch, and reset what it has logged."""
-        connector = logger_connector(self.trainer)
-        connector.epoch_end_reached()
-        try:
-            call_module_hook(self.trainer, "on_train_epoch_end")
-        finally:
-            connector.reset_results()
-
     def _begin_epoch(self) -> None:
         """Count batches from 0 again, as in another epoch."""
+        num_batches = self.loop.batch_progress.current.ready
+        # The hook may need all its batches. It may also need all ranks, and they would take all
+        # steps together for it.
+        is_whole = num_batches >= self.trainer.fit_loop.max_batches and self.trainer.world_size == 1
+        if is_whole and self._overrides(_TRAIN_END):
+            self._call_end_hooks(*_TRAIN_END)
         # The first epoch has begun with the restart of the program.
-        if self.loop.batch_progress.current.ready > 0:
+        if num_batches > 0:
             self.hook_of_epoch()
         self.loop.batch_progress = type(self.loop.batch_progress)()
 
@@ -207,10 +236,12 @@ class EvaluationSteps(_StageSteps):
     """The user's validation, test or prediction step, without gradients."""
 
     first_phase = "evaluation"
+    # The batches since the begin, of all loaders.
+    _num_batches = 0
 
     def begin(self, batch_size: int) -> int:
         """Enter the evaluation with the module's hooks."""
-        self._has_ended = False
+        self._num_batches = 0
         self.batches.prepare(batch_size)
         if self.trainer.training:
             self.trainer.validating = True
@@ -232,30 +263,28 @@ class EvaluationSteps(_StageSteps):
         self._without_gradients(type(self.loop).on_run_start)
         return self.batches.loaders_in_turn
 
+    def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
+        super().make_batch(batch_size, index, other_lengths=other_lengths)
+        # A project may look up values by the index of the batch.
+        self._index = self._num_batches // self.batches.loaders_in_turn
+        self._num_batches += 1
+
+    def begin_step(self, batch_size: int) -> None:
+        """Begin again after the last batch: what an evaluation keeps is freed at its end."""
+        if 0 < self.batches_in_epoch(batch_size) <= self._num_batches:
+            self.complete()
+            self.end()
+            self.begin(batch_size)
+
     def complete(self) -> None:
-        """Call the end hooks of a module with start hooks: they may swap its weights back."""
-        trainer = self.trainer
-        is_overridden = lightning_name(trainer, "utilities.model_helpers.is_overridden")
+        """Call the end hooks of the module: they may swap its weights back, or free outputs."""
         stage = self._stage
         starts = (f"on_{stage}_start", f"on_{stage}_epoch_start")
-        has_starts = any(is_overridden(start, trainer.lightning_module) for start in starts)
-        if has_starts and not self._has_ended:
-            self.end_epoch()
-
-    def end_epoch(self) -> None:
-        """Call the end hooks of the module, which may need a whole epoch."""
-        self._has_ended = True
-        stage = self._stage
-        try:
-            self._without_gradients(lambda _: self._call_end_hooks(stage))
-        # A user's hook may need a whole epoch and raise any exception after a few batches.
-        except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, CollectiveFoundError):
-                raise
-            rank_zero_warn(
-                f"The hooks at the end of {stage} failed after a few batches of the search, which"
-                f" goes on: {type(error).__name__}: {error}"
-            )
+        ends = (f"on_{stage}_epoch_end", f"on_{stage}_end")
+        # It may write predictions, or need all ranks, which would take all steps together for it.
+        leaves_out_end = stage == "predict" or self.trainer.world_size > 1
+        if self._overrides(starts if leaves_out_end else starts + ends):
+            self._without_gradients(lambda _: self._call_end_hooks(*ends))
 
     def end(self) -> None:
         """Leave the evaluation."""
@@ -263,20 +292,6 @@ class EvaluationSteps(_StageSteps):
         getattr(self.loop, f"_on_{self._kind}_model_train")()
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.trainer.training = True
-
-    def _call_end_hooks(self, stage: str) -> None:
-        trainer = self.trainer
-        connector = logger_connector(trainer)
-        connector.epoch_end_reached()
-        for hook in (f"on_{stage}_epoch_end", f"on_{stage}_end"):
-            call_module_hook(trainer, hook)
-        connector.reset_results()
-
-    @property
-    def kept_bytes(self) -> int:
-        # A prediction is returned with those of all batches, on the host.
-        outputs = vars(self.loop).get("_predictions", [])
-        return value_or_none("The size of a prediction", _tensor_bytes, outputs) or 0
 
     def run(self) -> None:
         def step(loop: Any) -> None:
@@ -300,7 +315,3 @@ class EvaluationSteps(_StageSteps):
     def _without_gradients(self, call: Callable[[Any], None]) -> None:
         no_grad_context = lightning_name(self.loop, "loops.utilities._no_grad_context")
         no_grad_context(call)(self.loop)
-
-
-def _tensor_bytes(outputs: Any) -> int:
-    return bytes_of(tensors_in(outputs))

@@ -10,15 +10,13 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-# Version 1 of control groups writes "no limit" as 2^63 less a page.
-# Source: docs.kernel.org/admin-guide/cgroup-v1
-_NO_LIMIT_BYTES = 1 << 62
 
 
 def memory_headroom_bytes(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
     """Return the bytes left under the tightest limit of this process's control groups.
 
-    They are at least 0, and ``None`` without a limit. A group's use includes other processes
+    They are at least 0, and ``None`` without a limit; version 1 of control groups always has one,
+    of 2^63 less a page where none is set. A group's use includes other processes
     (loader workers), but not ``inactive_file``: the kernel drops it first.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and
@@ -50,15 +48,12 @@ def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> 
 def _headroom_bytes(group: Path) -> int | None:
     # Above memory.high the kernel does not kill a training, but slows it down to a standstill.
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")
-    texts = [_read(group / name) for name in names]
     # Version 2 writes "max" without a limit.
-    numbers = [int(text) for text in texts if text not in ("", "max")]
-    limits = [number for number in numbers if 0 <= number < _NO_LIMIT_BYTES]
+    limits = [int(text) for name in names if (text := _read(group / name)) not in ("", "max")]
     used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
     if not (limits and used):
         return None
-    words = [line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines()]
-    statistics = {pair[0]: pair[1] for pair in words if len(pair) == 2}
+    statistics = dict(line.split() for line in _read(group / "memory.stat").splitlines())
     # In version 1, the value with total_ in its name includes the group's children.
     cached = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
     return max(0, min(limits) - max(0, int(used) - int(cached)))

@@ -73,49 +73,57 @@ class Growth:
 
     Args:
         batch_bytes: bytes of tensors that each batch adds, at the size that was run.
-        batches: the batches over which they add up: those of the training, or of an epoch if memory
-            falls at its end; ``None`` if their number is unknown.
-        falls_at_epoch_end: whether memory falls at the end of an epoch.
-        has_predictions: whether it is what the steps return, which Lightning keeps on the CPU.
+        batches: the batches over which they add up; ``None`` if their number is unknown.
         batches_run: batches that a rehearsal kept together, so that there was room for them.
+        is_of_epoch: whether the batches are those of an epoch, because something at its end may
+            free memory, and not those of the training.
+        is_of_validation: whether steps of the validation in a training keep them.
     """
 
     batch_bytes: int
     batches: int | None
-    falls_at_epoch_end: bool = False
-    has_predictions: bool = False
     batches_run: int = 0
+    is_of_epoch: bool = False
+    is_of_validation: bool = False
 
     @property
     def total_bytes(self) -> int:
-        """The bytes in the end; of very many batches if their number is unknown."""
+        """The bytes in the end; those of very many batches if their number is unknown."""
         batches = _MANY_BATCHES if self.batches is None else self.batches
         return batches * self.batch_bytes
 
-    def fits(self, room_bytes: int) -> bool:
+    def needed_bytes(self, trial: Trial, batch_size: int) -> float:
+        """The least that steps need while these bytes are kept, at a size up to that of a trial.
+
+        What the end of a validation frees is not kept in training steps, which may need more.
+        """
+        needed_bytes: float = max(trial.needed_bytes, trial.held_bytes)
+        if self.is_of_validation and self.is_of_epoch:
+            needed_bytes *= trial.phase_peak_bytes.get("evaluation", 0) / trial.peak_bytes
+        # The states of the optimizer last too. So a size may be too large, and is lowered again.
+        lasting_bytes = min(trial.start_bytes, needed_bytes)
+        return lasting_bytes + (needed_bytes - lasting_bytes) * batch_size / trial.batch_size
+
+    def fits(self, room_bytes: float) -> bool:
         """Whether there is room for all of it; never known of an unknown number of batches."""
         return (
             self.batches is not None
             and (self.batches - self.batches_run) * self.batch_bytes <= room_bytes
         )
 
-    def note(self, room_bytes: int) -> str:
+    def note(self, room_bytes: float) -> str:
         """A sentence for a plan whose rehearsal left this much room."""
-        whole = "an epoch" if self.falls_at_epoch_end else "the training"
-        place = ""
-        advice = " Keep loss.item() or loss.detach() instead of the loss, and no outputs that grow."
-        if self.falls_at_epoch_end:
-            # They are kept on purpose.
-            advice = ""
-        if self.has_predictions:
-            whole = "the prediction"
-            place = " of the CPU's memory"
-            advice = " Pass return_predictions=False to predict."
-        number = f"{whole} has {self.batches:,}" if self.batches is not None else ""
+        whole = "an epoch"
+        # What an epoch frees is kept on purpose.
+        advice = ""
+        if not self.is_of_epoch:
+            whole = "the training"
+            advice = " Keep loss.item() or loss.detach() instead of the loss."
+        number = "" if self.batches is None else f", and {whole} has {self.batches:,}"
         return (
-            f"{GROWTH_NOTE} {mib(self.batch_bytes)} more{place} each time: about"
-            f" {self.batches_run + max(0, room_bytes) // self.batch_bytes:,} steps fit"
-            f"{', and ' + number if number else ''}.{advice}"
+            f"{GROWTH_NOTE} {mib(self.batch_bytes)} more each time: if it goes on, about"
+            f" {self.batches_run + max(0, room_bytes) // self.batch_bytes:,.0f} steps fit{number}."
+            f"{advice}"
         )
 
 

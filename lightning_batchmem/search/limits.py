@@ -40,7 +40,7 @@ class MemoryRoom:
         limit_share: the most of what a device provides that may be used, except for the host.
         ranks_on_host: processes that train on this machine.
         later_bytes: bytes that the training takes later, and no step of the search does.
-        host_memory: makes the memory of the host, which loader workers and predictions fill.
+        host_memory: makes the memory of the host, which loader workers fill.
     """
 
     device: DeviceMemory

@@ -14,7 +14,7 @@ from lightning_batchmem.devices.peaks import LiveStorages, RequestedBytes
 from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.plan.records import Growth
 from lightning_batchmem.search.compiled import compiled_frames
-from lightning_batchmem.search.program import Program, Steps
+from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.readings import CallReading, StepReading
 
 # A memory bank has fewer tensors.
@@ -55,7 +55,7 @@ class TrialMeter:
         live: counts live bytes; ``None`` where the held bytes stand in for them.
         start_bytes: live bytes before the first step, or where :meth:`start_again` was called.
         fixed_bytes: live bytes that last from one step to the next, without gradients.
-        growths: what equal steps of each kind keep, where they keep anything.
+        growth: what equal steps keep, of the kind that keeps most; ``None`` for nothing.
         has_idle_optimizer: whether an optimizer did not step in a warm-up.
     """
 
@@ -76,7 +76,7 @@ class TrialMeter:
             self.live = _module_counter(program, other_bytes)
         self.start_bytes = self._live_bytes()
         self.fixed_bytes = 0
-        self.growths: dict[Steps, Growth] = {}
+        self.growth: Growth | None = None
         self.has_idle_optimizer = False
         self.before_step = before_step
         self._frames_before = compiled_frames()
@@ -119,10 +119,9 @@ class TrialMeter:
         """Live bytes between two steps; None where they cannot be counted."""
         return None if self.live is None else self._live_bytes()
 
-    def keep_growth(self, steps: Steps, growth: Growth) -> None:
+    def keep_growth(self, growth: Growth) -> None:
         """Keep what equal steps of a kind add, at most."""
-        known = self.growths.get(steps, growth)
-        self.growths[steps] = max(known, growth, key=lambda one: one.total_bytes)
+        self.growth = max(self.growth or growth, growth, key=lambda one: one.total_bytes)
 
     def keep(self, reading: StepReading) -> None:
         """Keep the reading of a full step."""

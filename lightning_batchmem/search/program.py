@@ -55,9 +55,9 @@ class Steps:
         return True
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes on the host that are kept of what the last step has returned."""
-        return 0
+    def frees_at_epoch_end(self) -> bool:
+        """Whether something between two epochs may free what the steps keep."""
+        return False
 
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one call of ``run``: samples, or items in a budget."""
@@ -75,12 +75,12 @@ class Steps:
         """Batches of an epoch on this rank; ``inf`` where their number is unknown."""
         return math.inf
 
-    def end_epoch(self) -> None:
-        """Run what follows the last batch of an epoch, and may free memory."""
-
     def begin(self, batch_size: int) -> int:
         """Make the next step the first of an epoch; returns the calls of ``run`` to a full step."""
         return 1
+
+    def begin_step(self, batch_size: int) -> None:
+        """Begin another epoch before a full step, if the last one had all its batches."""
 
     def make_batch(self, batch_size: int, index: int, *, other_lengths: bool = False) -> None:
         """Make the batch of the next ``run``, the ``index``-th since ``begin``.

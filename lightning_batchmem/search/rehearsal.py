@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import replace
 
-from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Growth
 from lightning_batchmem.search.meter import TrialMeter
-from lightning_batchmem.search.program import Steps
+from lightning_batchmem.search.program import Program, Steps
 from lightning_batchmem.search.readings import growth_bytes, has_risen
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
@@ -96,77 +93,49 @@ def rehearse(
         consecutive.run_others()
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):
-            batches = program.batches_in_training(batch_size)
-            _measure_growth(meter, consecutive, primary, batches)
-        if primary.kept_bytes:
-            number = _number(primary.batches_in_epoch(batch_size))
-            meter.keep_growth(primary, Growth(primary.kept_bytes, number, has_predictions=True))
+            _measure_growth(meter, consecutive, primary, batch_size)
     _run(meter, primary, primary.last_batch_size(batch_size), 1)
     if evaluation is not None:
         with ConsecutiveSteps(meter, evaluation, batch_size) as consecutive:
             steady = consecutive.run(EVALUATION_STEPS)
             counted = consecutive.measure_live_bytes()
             if on_any_rank(has_risen(counted or steady)):
-                # An evaluation follows each epoch.
-                in_epoch = program.batches_in_epoch(batch_size)
-                epochs = program.batches_in_training(batch_size) / max(1.0, in_epoch)
-                batches = evaluation.batches_in_epoch(batch_size) * max(1.0, epochs)
-                _measure_growth(meter, consecutive, evaluation, batches)
+                _measure_growth(meter, consecutive, evaluation, batch_size)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
         # No epoch follows that of an evaluation.
         _run(meter, primary, batch_size, 1)
 
 
-def growth_over_epochs(
-    meter: TrialMeter,
-    steps: Steps,
-    batch_size: int,
-    growth: Growth | None,
-    watched: Callable[[], AbstractContextManager[None]],
-) -> Growth | None:
-    """What equal steps keep, over an epoch if most of it is freed before the next one.
-
-    Hooks between two epochs may need all ranks, so they call this together, also those on which
-    nothing grows.
-
-    Args:
-        meter: reads the steps of the program, which has just been restarted.
-        steps: the steps.
-        batch_size: samples in each batch.
-        growth: what they keep on this rank.
-        watched: makes a context for steps, which ranks take together or alone.
-    """
-    end_bytes = []
-    # Hooks may replace a list, and the first one is in the snapshot of the search too.
-    for count in (1, GROWTH_STEPS, 1):
-        with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
-            with watched():
-                last = consecutive.run_equal(count)[-1]
-            end_bytes.append(last.end_bytes or 0)
-            value_or_none("Memory after the end of an epoch", steps.end_epoch)
-    if growth is not None:
-        kept_bytes = GROWTH_STEPS * len(last.calls) * growth.batch_bytes
-        if 2 * (end_bytes[1] - end_bytes[2]) > kept_bytes:
-            batches = _number(steps.batches_in_epoch(batch_size))
-            return replace(growth, batches=batches, falls_at_epoch_end=True)
-    return growth
+def batches_that_keep(program: Program, steps: Steps, batch_size: int) -> float:
+    """Batches over which what equal steps keep adds up; ``inf`` where their number is unknown."""
+    in_epoch = steps.batches_in_epoch(batch_size)
+    in_training = program.batches_in_training(batch_size)
+    if steps is program.primary:
+        return min(in_epoch if steps.frees_at_epoch_end else math.inf, in_training)
+    if steps.frees_at_epoch_end:
+        return in_epoch
+    # A validation follows each epoch.
+    return in_epoch * max(1.0, in_training / max(1.0, program.batches_in_epoch(batch_size)))
 
 
 def _measure_growth(
-    meter: TrialMeter, consecutive: ConsecutiveSteps, steps: Steps, batches: float
+    meter: TrialMeter, consecutive: ConsecutiveSteps, steps: Steps, batch_size: int
 ) -> None:
-    """Measure what equal steps keep, which adds up over these batches."""
+    """Measure what equal steps keep."""
     readings = consecutive.run_equal(GROWTH_STEPS)
     step_bytes = growth_bytes(readings)
     if step_bytes > 0:
-        batch_bytes = -(-step_bytes // len(readings[-1].calls))
-        growth = Growth(batch_bytes, _number(batches), batches_run=consecutive.num_calls)
-        meter.keep_growth(steps, growth)
-
-
-def _number(batches: float) -> int | None:
-    return int(batches) if math.isfinite(batches) else None
+        batches = batches_that_keep(meter.program, steps, batch_size)
+        meter.keep_growth(
+            Growth(
+                -(-step_bytes // len(readings[-1].calls)),
+                int(batches) if math.isfinite(batches) else None,
+                consecutive.num_calls,
+                is_of_epoch=steps.frees_at_epoch_end,
+                is_of_validation=steps is not meter.program.primary,
+            )
+        )
 
 
 def _run(meter: TrialMeter, steps: Steps, batch_size: int, count: int) -> None:

@@ -12,9 +12,9 @@ from lightning_batchmem.plan.own_size import slower_notes
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
+from lightning_batchmem.plan.records import Chosen, Growth, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
-from lightning_batchmem.plan.sizes import accumulated_batches
+from lightning_batchmem.plan.sizes import accumulated_batches, largest_where, rounded, size_range
 from lightning_batchmem.search.earlier_plan import (
     earlier_plan_not_used,
     find_earlier_plan,
@@ -26,6 +26,7 @@ from lightning_batchmem.search.own_size import OwnSize
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
+from lightning_batchmem.search.rehearsal import batches_that_keep
 from lightning_batchmem.search.trial import TrialRunner
 
 GROWTH_SHARE = 0.01
@@ -152,9 +153,10 @@ class BatchSizeSearch:
         # What grows was measured in that other state, which needs most: a bank is full there.
         if found_plan is None:
             chosen, of_growth = self._with_growth(chosen)
+            limits = self._limits
         warnings = slower_notes(chosen.speeds, chosen.batch_size, limits)
         if has_real_times:
-            warnings += own_size.notes_of_loss(chosen.batch_size)
+            warnings += replace(own_size, limits=limits).notes_of_loss(chosen.batch_size)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
@@ -180,23 +182,65 @@ class BatchSizeSearch:
         )
 
     def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[str]]:
-        """The chosen size, verified only if what grows in its steps fits too, and a note of it."""
+        """The size, lowered until what its steps keep fits too, and a note of it.
+
+        If no smaller size helps, the size is not verified.
+        """
+        limits = self._limits
+        least_bytes = GROWTH_SHARE * limits.limit_bytes
         for trial in self._trials:
-            growth = trial.growth
-            if growth is None or trial.batch_size != chosen.batch_size:
-                continue
-            whole_bytes = self._limits.limit_bytes
-            room_bytes = whole_bytes - max(trial.needed_bytes, trial.held_bytes)
-            if self._limits.is_host:
-                # The process may hold several bytes for each live one.
-                room_bytes = int(self._policy.host_share * room_bytes)
-            elif growth.has_predictions:
-                # Lightning keeps predictions on the host.
-                whole_bytes = room_bytes = min(self._ranks.exchange(self._room.free_host_bytes()))
-            if growth.total_bytes > GROWTH_SHARE * whole_bytes:
-                is_verified = chosen.is_verified and growth.fits(room_bytes)
-                return replace(chosen, is_verified=is_verified), [growth.note(room_bytes)]
-        return chosen, []
+            growth = trial.growth if trial.batch_size == chosen.batch_size else None
+            if growth and growth.total_bytes > least_bytes:
+                break
+        else:
+            return chosen, []
+        room_bytes = self._room_bytes(trial, growth, trial.batch_size)
+        notes = [growth.note(room_bytes)]
+        if growth.fits(room_bytes):
+            return chosen, notes
+        size = self._size_with_room(trial, growth)
+        if size and self._run(NextSize(size, "rehearsal")).outcome == "ok":
+            smaller = replace(
+                chosen,
+                batch_size=size,
+                limited_by="memory",
+                reason=(
+                    f"{limits.unit.size(size)}: a larger size leaves no room for what the steps"
+                    " keep."
+                ),
+                largest_batch_size=size,
+                speeds=(),
+            )
+            lowered, of_lowered = self._with_growth(smaller)
+            if lowered.is_verified:
+                return lowered, of_lowered
+        self._limits = limits
+        return replace(chosen, is_verified=False), notes
+
+    def _room_bytes(self, trial: Trial, growth: Growth, batch_size: int) -> float:
+        """Bytes that a size, at most that of the trial, leaves for what its steps keep."""
+        # On the host the process may hold several bytes for each live one.
+        share = self._policy.host_share if self._limits.is_host else 1
+        return share * (self._limits.limit_bytes - growth.needed_bytes(trial, batch_size))
+
+    def _size_with_room(self, trial: Trial, growth: Growth) -> int:
+        """The largest size below that of a trial that leaves room for all it keeps; 0 for none."""
+        program = self._program
+        steps = program.evaluation if growth.is_of_validation else program.training
+
+        def fits(size: int) -> bool:
+            batches = batches_that_keep(program, steps or program.primary, size)
+            batch_bytes = growth.batch_bytes * size / trial.batch_size
+            kept_bytes = (batches - growth.batches_run) * batch_bytes
+            # Fragmentation takes the rest.
+            share = self._policy.rehearsal_share
+            return kept_bytes <= share * self._room_bytes(trial, growth, size)
+
+        size = min(self._ranks.exchange(largest_where(fits, 0, trial.batch_size - 1)))
+        if self._limits.step.may_keep and 0 < size < (self._limits.step.batch_size or 0):
+            self._limits = self._limits_of(keeps_step=True)
+        size = rounded(size, self._limits)
+        return size if size >= size_range(self._limits)[0] else 0
 
     def _keep_step_of(self, plan: Plan) -> None:
         """Keep the samples of an optimizer step if an earlier plan has kept them."""
@@ -262,11 +306,9 @@ class BatchSizeSearch:
     def _run(self, step: NextSize) -> Trial:
         """Run a trial on all ranks, of which the worst counts."""
         self._progress.begin_trial(step, self._trials)
-        own_trial, growths = self._runner.run(step.kind, step.batch_size, self._limits)
+        own_trial = self._runner.run(step.kind, step.batch_size, self._limits)
         if step.kind == "rehearsal":
             own_trial = self._with_later_state(own_trial)
-            growth = self._runner.growth(own_trial, growths, self._limits)
-            own_trial = replace(own_trial, growth=growth)
         trial = self._ranks.worst_of(own_trial)
         self._progress.measured(trial, self._limits.unit)
         self._trials = (*self._trials, trial)
@@ -280,7 +322,7 @@ class BatchSizeSearch:
         outcomes = self._ranks.exchange(own_trial.outcome)
         if any(outcome != "ok" for outcome in outcomes):
             return own_trial
-        later_trial, _ = later.run("rehearsal", own_trial.batch_size, self._limits)
+        later_trial = later.run("rehearsal", own_trial.batch_size, self._limits)
         return Trial.worst_of([own_trial, later_trial])
 
     def _find_collectives(self, batch_size: int) -> None:

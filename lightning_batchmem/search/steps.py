@@ -163,6 +163,8 @@ class ConsecutiveSteps:
         # Where a dispatch mode counts live bytes, only steps in it have the peaks of the trial.
         is_counted_apart = counter is None and isinstance(meter.live, LiveStorages)
         meter.before_step()
+        # What follows an epoch happens once in it, and no step repeats it.
+        steps.begin_step(self._batch_size)
         before = meter.device.counters()
         after = before
         end_bytes = None

@@ -6,18 +6,17 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Growth, Outcome, Trial, TrialKind
+from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start, sample_bytes
-from lightning_batchmem.search.program import Program, Steps
+from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.readings import (
     StepReading,
@@ -29,7 +28,7 @@ from lightning_batchmem.search.readings import (
     num_samples,
     phase_peak_bytes,
 )
-from lightning_batchmem.search.rehearsal import growth_over_epochs, rehearse
+from lightning_batchmem.search.rehearsal import rehearse
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
 COMPARED_STEPS = 5
@@ -66,13 +65,10 @@ class TrialRunner:
         self._before_step = before_step
         self._other_bytes = other_bytes_at_start(program, device)
 
-    def run(
-        self, kind: TrialKind, batch_size: int, limits: SearchLimits
-    ) -> tuple[Trial, dict[Steps, Growth]]:
+    def run(self, kind: TrialKind, batch_size: int, limits: SearchLimits) -> Trial:
         """Run a trial from the state in which training starts, under the limit.
 
-        Errors of the user's code are raised; out of memory is an outcome. What equal steps of each
-        kind keep is returned too.
+        Errors of the user's code are raised; out of memory is an outcome.
         """
         is_collective = limits.steps_are_collective
         try:
@@ -82,7 +78,7 @@ class TrialRunner:
             if not is_out_of_memory(error) or is_collective:
                 raise
             text = self._ranks.named(release_traceback(error))
-            return Trial(batch_size, "out_of_memory", {}, kind, error=text), {}
+            return Trial(batch_size, "out_of_memory", {}, kind, error=text)
         limit: AbstractContextManager[object] = nullcontext()
         if not is_collective:
             limit = self._device.limit_enforced(limits.limit_bytes)
@@ -115,35 +111,7 @@ class TrialRunner:
         trial = self._measured(kind, batch_size, limits, meter)
         if outcome == "ok":
             outcome = _outcome(trial, limits, meter.readings, is_limit_enforced=is_limit_enforced)
-        trial = replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
-        return trial, meter.growths
-
-    def growth(
-        self, trial: Trial, growths: dict[Steps, Growth], limits: SearchLimits
-    ) -> Growth | None:
-        """What equal steps keep, of the kind that keeps the most in the end."""
-        counted = []
-        for steps in filter(None, (self._program.training, self._program.evaluation)):
-            growth = growths.get(steps)
-            # No end of an epoch frees predictions, and its hooks may write them.
-            is_open = growth is not None and not growth.has_predictions
-            of_ranks = self._ranks.exchange((is_open, trial.outcome == "out_of_memory"))
-            grows, has_failed = map(any, zip(*of_ranks, strict=True))
-            if grows and not has_failed:
-                size = trial.batch_size
-                watched = partial(self._watched_steps, size, limits.steps_are_collective)
-                try:
-                    meter = self._restarted(size, self._before_step)
-                    growth = growth_over_epochs(meter, steps, size, growth, watched)
-                # What hooks do at the end of an epoch is not rehearsed elsewhere. Out of memory has
-                # many types, and every other error is raised again.
-                except Exception as error:
-                    if not is_out_of_memory(error) or limits.steps_are_collective:
-                        raise
-                    release_traceback(error)
-            if growth is not None:
-                counted.append(growth)
-        return max(counted, key=lambda growth: growth.total_bytes, default=None)
+        return replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
 
     def samples_per_second(
         self, batch_size: int, accumulate_grad_batches: int, limits: SearchLimits
@@ -304,6 +272,7 @@ class TrialRunner:
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
             samples_run=num_samples(readings),
+            growth=meter.growth,
             notes=tuple(notes),
         )
 

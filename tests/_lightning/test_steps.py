@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.helpers.lawful import SAMPLES, Lawful, law
+from tests.helpers.lawful import MIB, SAMPLES, Lawful, found_size, law, loader
 from tests.helpers.samples import changed
 
 
@@ -89,3 +89,109 @@ def test_samples_outside_of_the_limits_are_not_read(search, device, limits):
     plan = search(Downloaded(device, law), options={"max_batch_size": 50}, **limits)
     assert plan.verified
     assert not any("left out" in note for note in plan.notes)
+
+
+def small_loader(module):
+    return loader(module.batch_size, 12)
+
+
+class CountsBatches(Lawful):
+    """Each batch of a validation has the number of those before it; the start hook forgets them."""
+
+    def __init__(self, device_memory):
+        super().__init__(device_memory, law)
+        self.batches = [[], []]
+
+    val_dataloader = small_loader
+
+    def forget(self):
+        self.batches = [[], []]
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        assert batch_idx == len(self.batches[dataloader_idx])
+        self.batches[dataloader_idx].append(batch)
+
+
+class CountsFromStart(CountsBatches):
+    def on_validation_epoch_start(self):
+        self.forget()
+
+
+class CountsToEpochEnd(CountsBatches):
+    def on_validation_epoch_end(self):
+        self.forget()
+
+
+class CountsToEnd(CountsBatches):
+    def on_validation_end(self):
+        self.forget()
+
+
+class CountsOfLoaders(CountsFromStart):
+    def val_dataloader(self):
+        return [small_loader(self), small_loader(self)]
+
+
+class CountsInTest(CountsBatches):
+    test_dataloader = small_loader
+    on_test_epoch_end = CountsBatches.forget
+    test_step = CountsBatches.validation_step
+
+
+@pytest.mark.parametrize(
+    "kind", [CountsFromStart, CountsToEpochEnd, CountsToEnd, CountsOfLoaders, CountsInTest]
+)
+@pytest.mark.parametrize("size", [4, 12])
+def test_batches_of_an_evaluation_count_up(search, device, kind, size):
+    stage = "test" if kind is CountsInTest else "fit"
+    plan = search(kind(device), stage=stage, options={"max_batch_size": size})
+    assert plan.batch_size == size
+
+
+class KeepsOutputs(Lawful):
+    """Its validation keeps as much of each batch as a step needs; an end hook frees it."""
+
+    def __init__(self, device_memory):
+        super().__init__(device_memory, lambda count_bytes: count_bytes)
+        self.outputs = []
+        self.keep = lambda count_bytes: device_memory.keep(count_bytes)
+
+    def on_train_start(self):
+        self.keep(sum(self.outputs))
+
+    def training_step(self, batch, batch_idx):
+        self.use(law(4 * len(batch[0])))
+        return self.layer(batch[0]).mean()
+
+    def val_dataloader(self):
+        return loader(self.batch_size)
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append(len(batch[0]) * MIB)
+        self.keep(sum(self.outputs))
+        self.use(law(len(batch[0])))
+
+    def free(self):
+        self.outputs.clear()
+        self.keep(0)
+
+
+class FreesAtEpochEnd(KeepsOutputs):
+    def on_validation_epoch_end(self):
+        self.free()
+
+
+class FreesAtEnd(KeepsOutputs):
+    def on_validation_end(self):
+        self.free()
+
+
+@pytest.mark.parametrize("kind", [FreesAtEpochEnd, FreesAtEnd])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_outputs_that_only_an_end_hook_frees_are_those_of_one_validation(
+    search, device, kind, batches
+):
+    plan = search(kind(device), limit_val_batches=batches, num_sanity_val_steps=2)
+    # A training step needs more than the validation does with the outputs of two batches.
+    assert plan.batch_size == found_size(500 * MIB, multiple_of=1) // 4
+    assert plan.verified

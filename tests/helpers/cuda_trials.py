@@ -38,7 +38,7 @@ class Twice:
         def twice(runner: TrialRunner, *arguments: Any, **keywords: Any) -> Any:
             records = []
             for _ in range(2):
-                trial, growths = isolated(runner, *arguments, **keywords)
+                trial = isolated(runner, *arguments, **keywords)
                 # The clock of the stub is that of a shared machine.
                 times = {"step_seconds": None}
                 record = asdict(replace(trial, samples_per_second=None, **times))
@@ -52,7 +52,7 @@ class Twice:
                 if value != second[name]:
                     difference = {"trial": arguments[:2], name: [value, second[name]]}
                     self.differences.append(difference)
-            return trial, growths
+            return trial
 
         TrialRunner._restarted = noted  # type: ignore[method-assign]
         TrialRunner.run = twice  # type: ignore[method-assign, assignment]

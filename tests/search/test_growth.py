@@ -14,62 +14,68 @@ FOUND = found_size(500 * MIB, multiple_of=1)
 
 
 class Keeping(Lawful):
-    """Each step keeps some memory; the end of an epoch may free it."""
+    """Each step keeps some memory, and some more for each of its samples."""
 
-    def __init__(self, device_memory, kept_bytes, *, frees=False, fails=False):
+    def __init__(self, device_memory, kept_bytes, sample_bytes=0):
         super().__init__(device_memory, lambda count_bytes: count_bytes)
         self.kept_bytes = kept_bytes
-        self.frees = frees
-        self.fails = fails
+        self.sample_bytes = sample_bytes
         self.kept = []
         self.keep = lambda count_bytes: device_memory.keep(count_bytes)
+
+    def on_train_start(self):
+        # The search restores the list, and the fake device does not know of it.
+        self.keep(sum(self.kept))
 
     def training_step(self, batch, batch_idx):
         (x,) = batch
         self.keep(sum(self.kept))
         self.use(FIXED + len(x) * MIB)
-        self.kept.append(self.kept_bytes)
+        self.kept.append(self.kept_bytes + self.sample_bytes * len(x))
         self.keep(sum(self.kept))
         return self.layer(x).mean()
 
+
+class Frees(Keeping):
+    """The end of an epoch frees what its steps have kept."""
+
     def on_train_epoch_end(self):
-        # The training has one step.
-        if self.fails and len(self.kept) > 1:
-            raise ValueError("a whole epoch is missing")
-        if self.frees:
-            self.kept.clear()
-            self.keep(0)
+        self.kept.clear()
+        self.keep(0)
 
 
-@pytest.mark.parametrize(
-    ("steps", "is_verified"),
-    [(10, True), (4000, False)],
-)
+class Ends(LightningModule):
+    """Ends the training after three steps: only the plan is of interest."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.state.fn == "fit" and not self.trainer.fit_loop.restarting:
+            self.trainer.should_stop = self.trainer.global_step >= 3
+
+
+@pytest.mark.parametrize(("steps", "is_verified"), [(10, True), (4000, False)])
 def test_a_plan_is_verified_if_what_grows_fits_too(search, device, steps, is_verified):
-    class Ends(Keeping):
-        """Ends the training after three steps: only the plan is of interest."""
+    class KeepsAll(Ends, Keeping):
+        pass
 
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if self.trainer.state.fn == "fit" and not self.trainer.fit_loop.restarting:
-                self.trainer.should_stop = self.trainer.global_step >= 3
-
-    plan = search(Ends(device, MIB), max_steps=steps)
+    plan = search(KeepsAll(device, MIB), max_steps=steps)
     assert plan.verified == is_verified
     growth = plan.trials[-1].growth
-    assert (growth.batch_bytes, growth.falls_at_epoch_end) == (MIB, False)
+    assert (growth.batch_bytes, growth.is_of_epoch) == (MIB, False)
     assert growth.batches == steps
-    assert plan.notes[0].startswith("Equal steps need 1.0 MiB more each time: about ")
+    assert plan.notes[0].startswith(
+        "Equal steps need 1.0 MiB more each time: if it goes on, about "
+    )
     assert f"and the training has {steps:,}." in plan.notes[0]
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize(("steps", "is_verified"), [(40, True), (50, False)])
-def test_what_grows_on_the_host_gets_a_share_of_the_room(search, device, steps, is_verified):
+@pytest.mark.parametrize(("steps", "is_lowered"), [(40, False), (50, True)])
+def test_what_grows_on_the_host_gets_a_share_of_the_room(search, device, steps, is_lowered):
     device.as_host()
     # The device cannot count live bytes, so what it holds stands in for them.
     device.reports_requested_bytes = True
     plan = search(
-        Keeping(device, 2 * MIB, frees=True),
+        Frees(device, 2 * MIB),
         options={"memory_limit": 499 * MIB},
         max_steps=-1,
         max_epochs=1,
@@ -77,8 +83,9 @@ def test_what_grows_on_the_host_gets_a_share_of_the_room(search, device, steps, 
     )
     trial = plan.trials[-1]
     room = 499 * MIB - trial.held_bytes
-    assert (trial.growth.batches_run + 0.25 * room / (2 * MIB) >= steps) == is_verified
-    assert plan.verified == is_verified
+    assert trial.growth.batches_run + 0.25 * room / (2 * MIB) >= steps
+    assert plan.verified
+    assert ("no room for what the steps keep" in plan.reason) == is_lowered
 
 
 def test_a_list_of_losses_is_not_named(search, device):
@@ -88,9 +95,9 @@ def test_a_list_of_losses_is_not_named(search, device):
 
 
 def test_what_an_epoch_frees_counts_for_an_epoch(search, device):
-    plan = search(Keeping(device, MIB, frees=True), max_epochs=2, max_steps=-1)
+    plan = search(Frees(device, MIB), max_epochs=2, max_steps=-1)
     growth = plan.trials[-1].growth
-    assert growth.falls_at_epoch_end
+    assert growth.is_of_epoch
     assert growth.batches == -(-5000 // plan.batch_size)
     assert plan.verified
 
@@ -106,7 +113,7 @@ class ClearsFirst(Keeping):
 def test_what_the_next_epoch_frees_counts_for_an_epoch(search, device):
     plan = search(ClearsFirst(device, MIB), max_epochs=40, max_steps=-1, limit_train_batches=9)
     growth = plan.trials[-1].growth
-    assert (growth.falls_at_epoch_end, growth.batches) == (True, 9)
+    assert (growth.is_of_epoch, growth.batches) == (True, 9)
     assert plan.verified
 
 
@@ -138,7 +145,7 @@ def test_a_list_that_is_replaced_is_freed():
     quiet_trainer(finder, max_epochs=20).fit(Replaces())
     growth = finder.plan.trials[-1].growth
     assert (growth.batch_bytes, growth.batches) == (MIB, 8)
-    assert growth.falls_at_epoch_end
+    assert growth.is_of_epoch
 
 
 def test_there_was_room_for_what_the_trial_kept():
@@ -148,53 +155,10 @@ def test_there_was_room_for_what_the_trial_kept():
     assert "about 10 steps fit, and the training has 10." in growth.note(2 * MIB)
 
 
-def test_a_hook_that_needs_a_whole_epoch_does_not_end_the_search(search, device):
-    with pytest.warns(UserWarning, match="Memory after the end of an epoch cannot be read"):
-        plan = search(Keeping(device, MIB, fails=True), max_steps=1)
-    assert not plan.trials[-1].growth.falls_at_epoch_end
-
-
 def test_steps_that_keep_nothing_have_no_growth(search, device):
     plan = search(Keeping(device, 0), max_steps=1)
     assert plan.batch_size == FOUND
     assert plan.trials[-1].growth is None
-
-
-class Predicts(Lawful):
-    """Returns 64 KiB for each sample."""
-
-    def predict_step(self, batch, batch_idx):
-        self.use(FIXED // MIB + len(batch[0]))
-        self.indices.append(batch_idx)
-        return torch.zeros(len(batch[0]), 2**14)
-
-    def on_predict_epoch_end(self):
-        self.note_end()
-
-    def predict_dataloader(self):
-        return loader(self.batch_size, 1000)
-
-
-@pytest.mark.parametrize("returns", [True, False])
-def test_predictions_that_lightning_returns_are_counted(fit, device, returns):
-    device.as_host()
-    finder = BatchFinder(max_batch_size=16, objective="memory")
-    module = Predicts(device, lambda count: count * MIB)
-    # A list of the search is not the list of the module.
-    indices = module.indices = []
-    ends = []
-    module.note_end = lambda: ends.append(1)
-    trainer = fit(module, finder, device, max_epochs=0)
-    trainer.predict(module, return_predictions=returns)
-    (rehearsal,) = [trial for trial in finder.plan.trials if trial.kind == "rehearsal"]
-    sentence = "Equal steps need 1.0 MiB more of the CPU's memory each time: about "
-    assert any(note.startswith(sentence) for note in finder.plan.notes) == returns
-    if returns:
-        assert rehearsal.growth == Growth(2**20, 63, has_predictions=True)
-        assert "and the prediction has 63. Pass return_predictions=False" in finder.plan.notes[0]
-    assert indices == list(range(63))
-    # Its hook may write the predictions.
-    assert ends == [1]
 
 
 class KeepsInValidation(Keeping):
@@ -218,28 +182,58 @@ def test_what_the_end_of_a_validation_frees_counts_for_its_batches(search, devic
     module = KeepsInValidation(device, 0)
     plan = search(module, options={"max_batch_size": 64}, max_epochs=50, limit_train_batches=1)
     growth = plan.trials[-1].growth
-    assert growth == Growth(MIB, 10, falls_at_epoch_end=True, batches_run=7)
+    assert growth == Growth(MIB, 10, 7, is_of_epoch=True, is_of_validation=True)
     assert plan.verified
 
 
-def test_an_epoch_that_does_not_fit_does_not_end_the_search(search, device):
-    starts = []
+LIMIT = 475 * MIB
 
-    class FailsInTheEnd(Keeping):
-        def on_fit_start(self):
-            # The fake device keeps what the search does not restore.
-            self.keep(0)
 
-        def on_train_start(self):
-            starts.append(1)
+@pytest.mark.parametrize("kind", [Frees, ClearsFirst])
+def test_the_size_is_lowered_until_what_an_epoch_keeps_fits(search, device, kind):
+    plan = search(kind(device, 0, MIB // 25), max_epochs=3, max_steps=-1)
+    # An epoch keeps a 25th of a MiB for each of 5,000 samples.
+    most = (LIMIT - FIXED - 5000 * MIB // 25) // MIB
+    assert 0.85 * most <= plan.batch_size <= most
+    assert plan.verified
+    assert plan.limited_by == "memory"
+    assert plan.trials[-1].batch_size == plan.batch_size
+    assert "no room for what the steps keep" in plan.reason
+    assert "an epoch has" in plan.notes[0]
 
-        def training_step(self, batch, batch_idx):
-            # The first request of loaders, a probe and a rehearsal come before the epochs.
-            if len(starts) == 4:
-                raise torch.OutOfMemoryError("made up")
-            return super().training_step(batch, batch_idx)
 
-    options = {"min_batch_size": 2, "max_batch_size": 2}
-    plan = search(FailsInTheEnd(device, MIB), options=options, max_steps=1)
-    assert len(starts) == 5
-    assert plan.trials[-1].growth.batch_bytes == MIB
+def test_the_size_is_lowered_until_what_a_training_keeps_fits(search, device):
+    plan = search(Keeping(device, 0, MIB // 25), max_steps=60, max_epochs=-1)
+    most = (LIMIT - FIXED) / MIB / (1 + 60 / 25)
+    assert 0.85 * most <= plan.batch_size <= most
+    assert plan.verified
+
+
+def test_the_samples_of_a_step_are_kept_where_the_size_is_lowered(search, device):
+    module = Keeping(device, 0, MIB // 25)
+    module.batch_size = 200
+    plan = search(module, options={"objective": "auto"}, max_steps=30, max_epochs=-1)
+    most = (LIMIT - FIXED - 30 * 200 * MIB // 25) / MIB
+    assert 0.5 * most <= plan.batch_size <= most
+    assert plan.batch_size * plan.accumulate_grad_batches == 200
+    assert plan.verified
+    assert plan.trials[-1].growth.batches == 30 * plan.accumulate_grad_batches
+
+
+def test_the_size_stays_where_a_smaller_one_does_not_help(search, device):
+    class FreesAll(Ends, Frees):
+        pass
+
+    # All samples keep more than the limit.
+    plan = search(FreesAll(device, 0, MIB // 10), max_epochs=1, max_steps=-1)
+    assert not plan.verified
+    assert plan.batch_size > 200
+    assert "steps fit, and an epoch has" in plan.notes[0]
+
+
+def test_what_an_epoch_of_few_steps_frees_is_not_kept_in_a_rehearsal(search, device):
+    plan = search(Frees(device, 0, MIB // 2), max_epochs=9, max_steps=-1, limit_train_batches=4)
+    # Three batches are kept while the last one is computed.
+    most = (LIMIT - FIXED) / MIB / 2.5
+    assert 0.85 * most <= plan.batch_size <= most
+    assert plan.verified

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -26,12 +25,10 @@ def device(device):
     return device
 
 
-def searched(
-    program, policy=POLICY, earlier_plan=None, also_size=None, host_memory=HostMemory, **options
-):
+def searched(program, policy=POLICY, earlier_plan=None, also_size=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = program.device_memory
-    budget = MemoryRoom(device, options.memory_limit, policy.limit_share, host_memory=host_memory)
+    budget = MemoryRoom(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
     search = BatchSizeSearch(program, budget, options, policy, Ranks(0, 1), progress)
     return search.run(device="abacus", parameters="2", given_plan=earlier_plan, also_size=also_size)
@@ -120,31 +117,6 @@ def test_one_more_size_is_rehearsed(device, also_size, outcome):
     more = result.trials[len(alone.trials) :]
     found = [(trial.batch_size, trial.kind, trial.outcome) for trial in more]
     assert found == ([] if outcome is None else [(also_size, "rehearsal", outcome)])
-
-
-class KeptSteps(FakeSteps):
-    """Lightning keeps a MiB of what each of 100 steps returns."""
-
-    kept_bytes = MIB
-
-    def batches_in_epoch(self, batch_size):
-        return 100
-
-
-@pytest.mark.parametrize(
-    ("host_mib", "is_verified", "num_notes"), [(50, False, 1), (200, True, 1), (10_001, True, 0)]
-)
-def test_predictions_of_a_device_take_memory_of_the_host(device, host_mib, is_verified, num_notes):
-    program = FakeProgram(device, law)
-    program.training = KeptSteps(program)
-    host = FakeDevice((host_mib + 30) * MIB, base_bytes=30 * MIB)
-    plan = searched(program, host_memory=lambda: host)
-    assert plan.verified == is_verified
-    growing = [note for note in plan.notes if note.startswith("Equal steps need")]
-    assert len(growing) == num_notes
-    if num_notes:
-        assert "1.0 MiB more of the CPU's memory each time" in growing[0]
-        assert f"about {host_mib} steps fit, and the prediction has 100" in growing[0]
 
 
 def test_a_failure_has_the_memory_breakdown(device):

@@ -205,15 +205,15 @@ def test_a_size_for_a_later_state_is_one_on_all_ranks(seen, how):
     ("case", "batches"), [("rank 0 keeps in training", 13), ("rank 1 keeps in validation", 10)]
 )
 @pytest.mark.parametrize("more", ["", ", collectives"])
-def test_what_only_one_rank_keeps_falls_at_the_end_of_an_epoch_of_all(seen, case, batches, more):
+def test_what_only_one_rank_keeps_counts_on_all(seen, case, batches, more):
     case += more
     plan = same_plan(seen[case])
     assert plan["trials"][-1]["growth"] == {
         "batch_bytes": MIB,
         "batches": batches,
-        "falls_at_epoch_end": True,
-        "has_predictions": False,
         "batches_run": 8 if "training" in case else 9,
+        "is_of_epoch": True,
+        "is_of_validation": "validation" in case,
     }
     assert plan["verified"]
 
