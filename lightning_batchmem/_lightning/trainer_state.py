@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from lightning_batchmem._lightning.hooks import replaced
 from lightning_batchmem._lightning.packages import in_every_package, lightning_name
-from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.tensors import bytes_of
 
 # The folders of Trainers without loggers.
@@ -194,8 +194,12 @@ def stop_progress_bar(trainer: Trainer, module: LightningModule, stage: str) -> 
 
 def is_of_lightning(owner: object, method: str) -> bool:
     """Whether a method of a logger or a callback is one of Lightning, or of this package."""
-    module = getattr(getattr(owner, method, None), "__module__", "")
-    return str(module).partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_batchmem")
+    found = attributes_of(owner).get(method, getattr(type(owner), method, None))
+    return str(getattr(found, "__module__", "")).partition(".")[0] in (
+        "lightning",
+        "pytorch_lightning",
+        "lightning_batchmem",
+    )
 
 
 def has_own_hook(owner: object, *beginnings: str) -> bool:

@@ -187,9 +187,10 @@ class StepRecorder:
         self.clock = self.run_clock
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
-        others = (*callbacks_of(trainer), module)
-        has_hooks = any(has_own_hook(one, *_HOOKS_OF_BATCHES) for one in others)
-        self.memory = StepMemory(device_memory, self._device, reads_each=has_hooks)
+        self._has_hooks = any(
+            has_own_hook(one, *_HOOKS_OF_BATCHES) for one in (*callbacks_of(trainer), module)
+        )
+        self.memory = StepMemory(device_memory, self._device)
         self._counter = BatchCounter(trainer, options.items_fn)
         self._batch = _NO_BATCH
         self._has_graphs = False
@@ -232,7 +233,7 @@ class StepRecorder:
         self._has_graphs = replays_graphs(self._device)
         clock = self.clock
         is_of_run = clock is self.run_clock
-        self.memory.start(batch.batch, is_of_run=is_of_run)
+        self.memory.start(batch.batch, is_of_run=is_of_run, reads_each=self._has_hooks)
         if not is_of_run:
             return False
         is_taken = self.steady.begin(module, batch.batch, clock.number)

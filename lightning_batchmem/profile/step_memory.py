@@ -82,16 +82,9 @@ class StepMemory:
         device_memory: the memory, whose peak begins before the first step; None if it cannot be
             measured.
         device: the device of the steps.
-        reads_each: whether it is read between all steps, since hooks of the user run there.
     """
 
-    def __init__(
-        self,
-        device_memory: DeviceMemory | None,
-        device: torch.device,
-        *,
-        reads_each: bool = False,
-    ) -> None:
+    def __init__(self, device_memory: DeviceMemory | None, device: torch.device) -> None:
         # The highest one so far.
         self.between: PeakBetweenSteps | None = None
         # The peak between the last step and the one before; None where it was not read.
@@ -102,10 +95,8 @@ class StepMemory:
         self._growth: Growth | None = None
         self._device_memory = device_memory
         self._device = device
-        self._reads_each = reads_each
+        # That of the last step, and the number of the last one of the run.
         self._peak: MemoryStats | None = None
-        # Those of the last step of the run, and its number.
-        self._last_peak_bytes = 0
         self._after_step: int | None = None
         # Whether the peak is that since the end of the last step.
         self._is_watched = True
@@ -114,19 +105,20 @@ class StepMemory:
         self._next_reading = 2
         self._is_due = False
 
-    def start(self, batch: object, *, is_of_run: bool) -> None:
+    def start(self, batch: object, *, is_of_run: bool, reads_each: bool) -> None:
         """Begin a step.
 
         Args:
             batch: its batch.
             is_of_run: whether it is no step of a validation within a training.
+            reads_each: whether it is read before all steps, since hooks of the user run there.
         """
         self.start_bytes = None
         device_memory = self._device_memory
         if device_memory is None:
             return
         is_due = self._is_due and is_of_run
-        if self._is_watched or is_due or self._reads_each:
+        if self._is_watched or is_due or reads_each:
             self.read(batch)
             if is_due:
                 self.start_bytes = self.last_start_bytes
@@ -155,7 +147,6 @@ class StepMemory:
         peak = self._peak
         if peak is None or self._device_memory is None:
             return None
-        self._last_peak_bytes = peak.allocated_bytes
         if steps is not None and steps + 1 >= self._next_reading:
             self._next_reading = next_reading(steps + 1)
             # Another profiler may read the peak of this step after this one, so it stays.
@@ -181,7 +172,8 @@ class StepMemory:
         if self._growth is not None:
             self._growth.add(self.last_start_bytes, self._after_step or 0)
         # Without a restart it is known only where it is above that of the step.
-        if self._is_watched or peak_bytes > self._last_peak_bytes:
+        of_step = self._peak
+        if self._is_watched or of_step is None or peak_bytes > of_step.allocated_bytes:
             self.before_bytes = max(peak_bytes, self.before_bytes or 0)
             if self.between is None or peak_bytes > self.between.peak_bytes:
                 self.between = PeakBetweenSteps(peak_bytes, self._after_step)
