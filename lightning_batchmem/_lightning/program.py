@@ -83,6 +83,7 @@ class TrainerProgram(Program):
             self.later = later._with_caches()
         self.evaluates_first = bool(trainer.num_sanity_val_steps)
         self.steps_are_collective = steps_are_collective(trainer)
+        self.is_ragged = any(steps.batches.is_ragged for steps in self._all_steps)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
@@ -156,10 +157,6 @@ class TrainerProgram(Program):
 
     def worker_bytes(self, batch_size: int) -> int:
         return sum(batches.worker_bytes(batch_size) for batches in self.batches)
-
-    @property
-    def is_ragged(self) -> bool:
-        return any(batches.is_ragged for batches in self.batches)
 
     def sample_sizes(self) -> list[Any]:
         return [(batches.longest_bytes, batches.notes) for batches in self.batches]

@@ -31,11 +31,7 @@ from lightning_batchmem._lightning.schedules import accumulation_warnings
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
-from lightning_batchmem._lightning.trainer_state import (
-    callbacks_of,
-    has_own_hook,
-    weight_average_bytes,
-)
+from lightning_batchmem._lightning.trainer_state import idle_callbacks_note, weight_average_bytes
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.batches.loaders import StageLoaders
@@ -62,9 +58,6 @@ from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
 
 _START_TEXT_SIMULATED = "BatchFinder: searching on a simulated GPU"
-
-# Hooks in which a callback may keep tensors while a training runs.
-_HOOKS_OF_STEPS = ("on_train", "on_validation", "on_before", "on_after")
 
 
 @dataclass(frozen=True)
@@ -169,15 +162,8 @@ class TrainerSearch:
         surprises = (GROWTH_NOTE, NOT_USED, LEFT_OUT)
         first = [note for note in plan.notes if any(words in note for words in surprises)]
         others = [note for note in plan.notes if note not in first]
-        of_callbacks = ""
-        callbacks = callbacks_of(self.trainer)
-        names = [type(one).__name__ for one in callbacks if has_own_hook(one, *_HOOKS_OF_STEPS)]
-        # Elsewhere there is room for what they keep.
-        if names and plan.limited_by == "memory":
-            of_callbacks = (
-                "Callbacks do nothing in a search, so tensors that these keep are not counted:"
-                f" {', '.join(dict.fromkeys(names))}. Leave room for them with max_batch_size."
-            )
+        # Elsewhere there is room for what callbacks keep.
+        of_callbacks = idle_callbacks_note(self.trainer) if plan.limited_by == "memory" else ""
         of_price = ""
         if not self.is_simulated:
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]

@@ -245,3 +245,15 @@ def trains_no_more(trainer: Trainer) -> bool:
 def is_fast_dev_run(trainer: Trainer) -> bool:
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def idle_callbacks_note(trainer: Trainer) -> str:
+    """A sentence about callbacks that may keep tensors, and do nothing in a search."""
+    hooks = ("on_train", "on_validation", "on_before", "on_after")
+    names = [type(one).__name__ for one in callbacks_of(trainer) if has_own_hook(one, *hooks)]
+    if not names:
+        return ""
+    return (
+        "Callbacks do nothing in a search, so tensors that these keep are not counted:"
+        f" {', '.join(dict.fromkeys(names))}. Leave room for them with max_batch_size."
+    )

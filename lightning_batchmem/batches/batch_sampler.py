@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_batchmem.batches.copies import Copies
-from lightning_batchmem.batches.shared_memory import RestoredMemory
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
@@ -47,7 +46,7 @@ def copied_sampler(sampler: Any, dataset: object) -> Iterator[Any]:
         batch_size = getattr(sampler, "batch_size", None)
         if batch_size is not None:
             copied = BatchSampler(copied, batch_size, drop_last=False)
-    with RestoredMemory(sampler, "sampler"), copies:
+    with copies:
         yield copied
 
 

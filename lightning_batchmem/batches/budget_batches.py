@@ -160,6 +160,8 @@ BUDGET_FACTOR = 4
 class BudgetBatches:
     """The worst of the batches that one loader makes at a budget, read when they are needed.
 
+    No share of the memory is left free for their shapes, since each size has few of them.
+
     Args:
         info: the loader at any budget.
         policy: how many batches are read, and how long.
@@ -173,6 +175,7 @@ class BudgetBatches:
         share_bytes: float,
     ) -> None:
         self.info = info
+        self.is_ragged = False
         self.notes = [
             f"Of up to {policy.max_batches_read} batches that the loader made, the search used"
             " those with most bytes, most items and the longest sample."
@@ -186,11 +189,6 @@ class BudgetBatches:
         # The batches that are kept are those of this budget. 0: of none.
         self._budget = 0
         self._batches: list[Any] = []
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether the loader makes batches of several shapes."""
-        return self.num_other_batches > 0
 
     @property
     def num_other_batches(self) -> int:

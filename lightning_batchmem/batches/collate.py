@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES, Copies, has_finalizer
-from lightning_batchmem.batches.shared_memory import RestoredMemory
 
 # What has more items is data rather than state, and they are not copied.
 _MOST_ITEMS = 10_000
@@ -35,9 +34,7 @@ def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]
     """
     copies = Copies(dict(restored))
     copied = _copied_callable(collate, copies)
-    memory = RestoredMemory(copied, "collate_fn", copies.left_alone)
-    is_plain = not (copies.has_exchanges or memory.is_needed)
-    return copied if is_plain else _RestoredCollate(copied, copies, memory)
+    return _RestoredCollate(copied, copies) if copies.has_exchanges else copied
 
 
 @dataclass
@@ -46,10 +43,9 @@ class _RestoredCollate:
 
     collate: Callable[[Any], Any]
     copies: Copies
-    memory: RestoredMemory
 
     def __call__(self, samples: Any) -> Any:
-        with self.memory, self.copies:
+        with self.copies:
             return self.collate(samples)
 
 

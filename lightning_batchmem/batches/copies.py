@@ -93,18 +93,6 @@ class Copies:
         """Whether attributes are exchanged, so that this object has to be entered."""
         return bool(self._owners)
 
-    @property
-    def left_alone(self) -> list[int]:
-        """Ids of the objects that are neither copied nor have other attributes for a while."""
-        changed = {id(owner) for owner, _ in self._owners}
-        return [
-            key
-            for key, value in self.memo.items()
-            if key == id(value)
-            and key not in changed
-            and not issubclass(type(value), _OF_PROCESSES)
-        ]
-
     def copy(self, value: Any) -> Any:
         """A deep copy; an object with a finalizer is returned itself."""
         reached = list(reached_from(value, self.memo))

@@ -74,6 +74,8 @@ class ProbeBatches:
                     reached(info),
                 )
                 self._of_loaders.append(made)
+        # Whether batches of one size have other shapes again and again.
+        self.is_ragged = any(batches.is_ragged for batches in self._of_loaders)
         # These are those of the rank that found the longest samples.
         self._agreed_longest_bytes: list[int] | None = None
         notes = [note for batches in self._of_loaders for note in batches.notes]
@@ -88,11 +90,6 @@ class ProbeBatches:
     def held_bytes(self) -> int:
         """Bytes of the samples and batches that are kept in this process."""
         return sum(batches.held_bytes for batches in self._of_loaders)
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether batches of one size have other shapes again and again."""
-        return any(batches.is_ragged for batches in self._of_loaders)
 
     @property
     def distinct_samples(self) -> int | None:
@@ -290,7 +287,9 @@ class _LoaderBatches:
                     f"{sizes.difference} The search used batches {choice.text};"
                     ' worst_case="typical" uses average ones.'
                 )
-        if sizes.scan_seconds is not None or (sizes.is_ragged and not sizes.is_complete):
+        # Fewer are read only where reading takes long.
+        is_short = sizes.is_ragged or len(sizes.measured) < policy.equal_sizes
+        if is_short and not sizes.is_complete:
             self.notes.append(
                 f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
             )

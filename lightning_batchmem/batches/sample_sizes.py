@@ -29,8 +29,6 @@ class SampleSizes:
     is_ragged: bool = False
     # Whether all samples of the data set were measured.
     is_complete: bool = False
-    # The time after which no more samples were read; None if no more of them were needed.
-    scan_seconds: float | None = None
     # A sentence about samples that could not be read; empty if all could.
     left_out: str = ""
 
@@ -116,8 +114,7 @@ class LongestSample(TypicalSamples):
         self, sizes: SampleSizes, *, joins: bool, is_sorted: bool, has_largest: bool
     ) -> None:
         super().__init__(sizes)
-        self._joins = joins
-        self._is_sorted = is_sorted
+        self._is_random = joins and not is_sorted
         self._order = sizes.by_bytes[::-1]
         in_order = [sizes.sample_bytes[position] for position in self._order]
         # Samples of equally many bytes may have several shapes.
@@ -134,10 +131,10 @@ class LongestSample(TypicalSamples):
         return [self._order[number % self._num_longest] for number in range(count)]
 
     def other_positions(self, count: int, index: int) -> list[int]:
-        if self._joins and not self._is_sorted:
+        if self._is_random:
             return self._drawn(count, index)
         (position,) = self._drawn(1, index)
-        if count > len(self._order) or not self._joins:
+        if count > self._num_distinct:
             return [position] * count
         begin = min(self._order.index(position), len(self._order) - count)
         return self._order[begin : begin + count]

@@ -291,7 +291,6 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     spread_count = 0
     is_ragged = False
     is_complete = False
-    scan_seconds = None
     start = time.monotonic()
     try:
         for num_read, measured in enumerate(_each_measured(reader, errors), 1):
@@ -312,7 +311,6 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
                 is_ragged |= measured.size != sizes[0]
             seconds = time.monotonic() - start
             if seconds > measure.policy.scan_seconds:
-                scan_seconds = seconds
                 break
             none_can_be_read = not samples and len(errors) >= measure.policy.equal_sizes
             if none_can_be_read or num_read >= _enough(measure, seconds, is_ragged=is_ragged):
@@ -322,7 +320,6 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     except RuntimeError as error:
         if not sizes or _TIMED_OUT not in str(error):
             raise
-        scan_seconds = time.monotonic() - start
     finally:
         # The reset ends the worker now. The traceback of an error would keep it.
         CombinedLoader(reader).reset()
@@ -334,7 +331,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
             f"{LEFT_OUT} {len(errors):,} of {num_read:,} samples that could not be read"
             f" ({error_text(errors[0])}). A training that reaches them ends there."
         )
-    return samples, SampleSizes(sizes, sample_bytes, is_ragged, is_complete, scan_seconds, left_out)
+    return samples, SampleSizes(sizes, sample_bytes, is_ragged, is_complete, left_out)
 
 
 def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator[MeasuredSample]:

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 from array import array
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,12 @@ class RestoredMemory:
     Args:
         value: the object.
         name: its name in a warning.
-        left_out: ids of objects that are left out.
     """
 
-    def __init__(self, value: Any, name: str, left_out: Iterable[int] = ()) -> None:
-        self._arguments = (value, name, tuple(left_out))
+    def __init__(self, value: Any, name: str) -> None:
         self._descriptors: list[int] = []
         ranges: dict[tuple[int, int], None] = {}
-        for part in reached_from(value, left_out, most=_MOST_OBJECTS):
+        for part in reached_from(value, most=_MOST_OBJECTS):
             ranges.update(dict.fromkeys(memory_of(part)))
             if issubclass(type(part), io.FileIO) and not part.closed and part.seekable():
                 self._descriptors.append(part.fileno())
@@ -83,15 +80,6 @@ class RestoredMemory:
             )
         self._saved: list[bytes] = []
         self._places: list[int] = []
-
-    def __reduce__(self) -> Any:
-        # A spawned process has other addresses.
-        return RestoredMemory, self._arguments
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to restore."""
-        return bool(self._ranges or self._descriptors)
 
     def __enter__(self) -> None:
         self._saved = [ctypes.string_at(address, size) for address, size in self._ranges]

@@ -30,19 +30,15 @@ def with_held(optimizer: Any) -> Iterator[Any]:
             found += [
                 held
                 for held in _items_of(value)
+                # The class that an object says it has may raise an error.
                 if issubclass(type(held), Optimizer) and not any(held is one for one in found)
             ]
 
 
 def _items_of(value: Any) -> list[Any]:
-    # The class that an object says it has, and methods of its own class, may raise an error.
-    kind = type(value)
-    if issubclass(kind, dict):
-        return list(dict.values(value))
-    for container in (list, tuple):
-        if issubclass(kind, container):
-            return list(container.__iter__(value))
-    return [value]
+    if type(value) is dict:
+        return list(value.values())
+    return list(value) if type(value) in (list, tuple) else [value]
 
 
 class StepHooks:

@@ -253,8 +253,6 @@ _PROJECT_RECIPE = {
     "project_batch_size": "batch_size",
     "learning_rate_before": "learning_rate",
 }
-# The names until version 0.4.
-_TRIAL = {"peak_held_bytes": "held_peak_bytes", "reserve_bytes": "set_aside_bytes"}
 
 
 def _side_by_side(plan: Plan) -> dict[str, Any]:
@@ -283,11 +281,6 @@ def _in_parts(data: Any) -> Any:
         parts["recipe"] = _named(data, _RECIPE)
     if "project_recipe" not in data and data.get("project_batch_size") is not None:
         parts["project_recipe"] = _named(data, _PROJECT_RECIPE)
-    if isinstance(trials := data.get("trials"), list):
-        parts["trials"] = [
-            {**trial, **_named(trial, _TRIAL)} if isinstance(trial, dict) else trial
-            for trial in trials
-        ]
     return {**data, **parts}
 
 

@@ -156,8 +156,6 @@ class Trial:
             where it is not known.
         without_gradients_bytes: most bytes of tensors outside an optimizer step, without gradients;
             0 where gradients are not counted apart.
-        allocator_retries: how often the allocator released its cache in steps of a kind and size
-            that came before, once every optimizer has its state.
         largest_batch_bytes: bytes of the largest training batch, as the module gets it; 0 where it
             is not known.
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
@@ -165,7 +163,6 @@ class Trial:
         samples_per_second: throughput of this rank, from median steps; under gradient
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
-        samples_run: samples that went through these steps.
         growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
         notes: sentences about what could not be measured.
         failed_phase: the phase of a training step or a validation in which memory ran out; empty
@@ -184,12 +181,10 @@ class Trial:
     set_aside_bytes: int = 0
     fixed_bytes: int = 0
     without_gradients_bytes: int = 0
-    allocator_retries: int = 0
     largest_batch_bytes: int = 0
     step_seconds: float | None = None
     samples_per_second: float | None = None
     full_steps: int = 0
-    samples_run: int = 0
     growth: Growth | None = None
     notes: tuple[str, ...] = ()
     failed_phase: str = ""
@@ -283,7 +278,6 @@ class Trial:
             set_aside_bytes=max(trial.set_aside_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
             without_gradients_bytes=max(trial.without_gradients_bytes for trial in trials),
-            allocator_retries=max(trial.allocator_retries for trial in trials),
             largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
             step_seconds=max(
                 (t.step_seconds for t in trials if t.step_seconds is not None), default=None
@@ -293,7 +287,6 @@ class Trial:
                 default=None,
             ),
             full_steps=min(trial.full_steps for trial in trials),
-            samples_run=max(trial.samples_run for trial in trials),
             growth=max(
                 (trial.growth for trial in trials if trial.growth is not None),
                 key=lambda growth: growth.total_bytes,

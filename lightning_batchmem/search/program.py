@@ -114,6 +114,7 @@ class Program:
         evaluation: the steps of the evaluation; in a training those of its validation, or ``None``.
         evaluates_first: whether some steps of the evaluation come before the first training step.
         steps_are_collective: whether every step needs all ranks.
+        is_ragged: whether batches of one size have other shapes again and again.
         accumulate_grad_batches: batches to an optimizer step, as the project sets them; 1 in an
             evaluation.
         project_batch_size: the size of the project; ``None`` where it is not known, or a
@@ -131,6 +132,7 @@ class Program:
     evaluation: Steps | None = None
     evaluates_first = False
     steps_are_collective = False
+    is_ragged = False
     accumulate_grad_batches = 1
     project_batch_size: int | None = None
     step_samples: int | None = None
@@ -158,11 +160,6 @@ class Program:
     def largest_batch_bytes(self) -> int:
         """Bytes of the largest training batch since ``restart``; 0 where it is not known."""
         return 0
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether batches of one size have other shapes again and again."""
-        return False
 
     def bounds(self) -> list[Bound]:
         """The largest sizes that data and settings allow."""

@@ -110,11 +110,6 @@ def num_full_steps(readings: Iterable[StepReading]) -> int:
     return sum(step.is_primary and step.is_complete for step in readings)
 
 
-def num_samples(readings: Iterable[StepReading]) -> int:
-    """Return how many samples went through the steps."""
-    return sum(step.batch_size * len(step.calls) for step in readings)
-
-
 def num_retries(readings: Iterable[StepReading]) -> int:
     """Return how often the allocator released its cache in steps that repeat.
 

@@ -95,8 +95,8 @@ class ConsecutiveSteps:
 
     def run_mixed(self, count: int) -> None:
         """Run steps whose peaks count, as a training does: batches of other lengths come first."""
-        for number in range(1, count + 1):
-            self._step(number - 1, other_lengths=number % LARGEST_EVERY > 0)
+        for number in range(count):
+            self._step(number, other_lengths=(number + 1) % LARGEST_EVERY > 0)
 
     def run_timed(self, count: int, seconds: float) -> None:
         """Run steps whose peaks and times count.

@@ -25,7 +25,6 @@ from lightning_batchmem.search.readings import (
     num_caught_errors,
     num_full_steps,
     num_retries,
-    num_samples,
     phase_peak_bytes,
 )
 from lightning_batchmem.search.rehearsal import rehearse
@@ -266,12 +265,10 @@ class TrialRunner:
             set_aside_bytes=max(set_aside_bytes, sample_bytes(self._program, self._device)),
             fixed_bytes=meter.fixed_bytes,
             without_gradients_bytes=getattr(meter.live, "without_gradients_bytes", 0),
-            allocator_retries=num_retries(readings),
             largest_batch_bytes=self._program.largest_batch_bytes,
             step_seconds=statistics.median(seconds.all) if seconds.all else None,
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
-            samples_run=num_samples(readings),
             growth=meter.growth,
             notes=tuple(notes),
         )

@@ -49,10 +49,13 @@ def test_other_batches_are_drawn_as_the_loader_draws_them():
     assert all(len(set(batch)) == 10 for batch in batches)
     assert all(max(batch) - min(batch) > 30 for batch in batches)
     # A loader that sorts makes batches of samples that are about equally long.
-    in_buckets = [longest(sizes, is_sorted=True).other_positions(10, index) for index in range(20)]
+    buckets = longest(sizes, is_sorted=True, has_largest=True)
+    in_buckets = [buckets.other_positions(10, index) for index in range(20)]
     assert all(max(batch) - min(batch) == 9 for batch in in_buckets)
     assert len({max(batch) for batch in in_buckets}) > 5
     assert longest(sizes).other_positions(10, 3) == batches[3]
+    # Where longer samples may exist, a bucket has one sample again and again.
+    assert len(set(longest(sizes, is_sorted=True).other_positions(10, 3))) == 1
 
 
 def test_equally_long_samples_take_turns_unless_they_cannot_be_joined():

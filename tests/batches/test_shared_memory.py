@@ -3,18 +3,15 @@
 import ctypes
 import math
 import multiprocessing
-import pickle
 from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem.batches import shared_memory
-from lightning_batchmem.batches.batch_sampler import copied_sampler
-from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.isolated import read_isolated
 from lightning_batchmem.batches.shared_memory import RestoredMemory, free_shared_bytes
 from tests.helpers.samples import batches
@@ -106,29 +103,6 @@ def first_batch(loader):
     return next(iter(loader))
 
 
-class CountsEpochs(Sampler):
-    def __init__(self):
-        self.epochs = multiprocessing.Value("i", 0)
-
-    def __len__(self):
-        return 40
-
-    def __iter__(self):
-        self.epochs.value += 1
-        return iter(range(40))
-
-
-def test_a_sampler_leaves_no_trace_in_shared_memory():
-    sampler = CountsEpochs()
-    dataset = Counting(torch.zeros(8))
-    with copied_sampler(sampler, dataset) as copied:
-        assert len(list(copied)) == 40
-        assert sampler.epochs.value == 1
-    assert sampler.epochs.value == 0
-    batches(dataset, sampler=sampler)
-    assert sampler.epochs.value == 0
-
-
 def test_a_value_of_processes_is_restored():
     value = multiprocessing.Value("i", 5)
     with RestoredMemory({"value": value}, "data set"):
@@ -138,15 +112,14 @@ def test_a_value_of_processes_is_restored():
 
 def test_memory_of_this_process_alone_is_not_recorded(tmp_path):
     private = [torch.zeros(3), np.zeros(3), mapped(tmp_path, "c"), mapped(tmp_path, "r"), b"text"]
-    assert not RestoredMemory(private, "data set").is_needed
-    assert not RestoredMemory([(index, str(index)) for index in range(100)], "x").is_needed
+    assert not RestoredMemory(private, "data set")._ranges
 
 
 def test_much_shared_memory_is_a_warning(monkeypatch):
     monkeypatch.setattr(shared_memory, "_LARGEST_BYTES", 100)
     with pytest.warns(UserWarning, match="The data set has 104 bytes in memory that processes"):
         memory = RestoredMemory(torch.zeros(13, dtype=torch.int64).share_memory_(), "data set")
-    assert not memory.is_needed
+    assert not memory._ranges
 
 
 class Lines(Dataset):
@@ -169,31 +142,3 @@ def test_a_file_that_is_open_stays_where_it_is(tmp_path):
     assert batches(dataset).batch(2)[0].tolist() == [0, 1]
     assert [dataset[0].item() for _ in range(3)] == [0, 1, 2]
     dataset.file.close()
-
-
-class CountsCalls:
-    def __init__(self):
-        self.calls = multiprocessing.Value("i", 0)
-
-    def __call__(self, samples):
-        self.calls.value += 1
-        return torch.stack(samples)
-
-    collate = __call__
-
-
-@pytest.mark.parametrize("name", ["__call__", "collate"])
-def test_a_collate_function_leaves_no_trace_in_shared_memory(name):
-    counts = CountsCalls()
-    given = counts if name == "__call__" else counts.collate
-    copied = copied_collate(given, {})
-    copied([torch.zeros(1)])
-    assert counts.calls.value == 0
-
-
-def test_another_process_finds_the_addresses_itself():
-    numbers = torch.zeros(3).share_memory_()
-    memory = RestoredMemory(numbers, "data set")
-    (address, _), *_ = memory._ranges
-    assert str(address).encode() not in pickle.dumps(memory.__reduce__()[1][1:])
-    assert memory.__reduce__()[0] is RestoredMemory

@@ -55,7 +55,6 @@ def test_worst_of_takes_the_worst_of_each_field():
         largest_batch_bytes=7,
         step_seconds=0.1,
         full_steps=9,
-        samples_run=36,
         notes=("a", "b"),
     )
     second = Trial(
@@ -68,11 +67,9 @@ def test_worst_of_takes_the_worst_of_each_field():
         set_aside_bytes=9,
         fixed_bytes=50,
         without_gradients_bytes=70,
-        allocator_retries=2,
         largest_batch_bytes=8,
         step_seconds=0.3,
         full_steps=12,
-        samples_run=48,
         needed_bytes=300,
         notes=("b", "c"),
         error="e",

@@ -12,7 +12,6 @@ from lightning_batchmem.search.readings import (
     num_caught_errors,
     num_full_steps,
     num_retries,
-    num_samples,
     phase_peak_bytes,
 )
 
@@ -80,14 +79,13 @@ def test_held_bytes_count_in_every_call_in_which_they_were_read():
     assert held_peak_bytes([step(call())]) is None
 
 
-def test_steps_and_samples_are_counted():
+def test_full_steps_are_counted():
     readings = [
         step(call(), call(), batch_size=3),
         step(batch_size=4, is_primary=False),
         step(batch_size=5, is_complete=False),
     ]
     assert num_full_steps(readings) == 1
-    assert num_samples(readings) == 15
 
 
 def test_only_what_repeats_counts_as_a_retry_or_a_caught_error():

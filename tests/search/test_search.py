@@ -143,9 +143,12 @@ def test_a_fraction_of_the_batches(search, device):
 
 
 def test_accumulation_runs_two_micro_batches(search, device):
-    plan = search(Lawful(device, law), accumulate_grad_batches=4)
+    sizes = []
+    plan = search(
+        Lawful(device, lambda size: sizes.append(size) or law(size)), accumulate_grad_batches=4
+    )
     probes = [trial for trial in plan.trials if trial.kind == "probe"]
-    assert all(trial.samples_run == 2 * trial.full_steps * trial.batch_size for trial in probes)
+    assert all(sizes.count(trial.batch_size) == 2 * trial.full_steps for trial in probes)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (4, 4 * FOUND)
 
 
@@ -604,5 +607,9 @@ def test_a_test_that_is_left_alone_names_the_attribute_of_the_training(fit, devi
     assert module.bs == 20
     with caplog.at_level("INFO"):
         trainer.test(module)
+        # It is not the size that fit has found any more.
+        module.bs = 10
+        trainer.test(module)
+    assert "does not search for test_dataloader: the project has batch size 20" in caplog.text
     text = "leaves test_dataloader unchanged: no loader follows `batch_size`. The loaders of the"
     assert f"{text} training follow `bs`" in caplog.text
