@@ -40,10 +40,18 @@ def test_the_finder_refuses_an_allocator_without_a_cache():
     assert "BatchFinder" in found["error"], found
 
 
-def test_no_note_advises_a_setting_that_is_in_force():
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_STUB_GIB": "0.75"}
-    found = on_stub("cuda_allocators", "expandable", **settings)
-    assert not any("expandable_segments" in note for note in found["notes"]), found
+def test_ragged_batches_leave_a_share_free_unless_segments_can_grow():
+    found = on_stub("cuda_allocators", "ragged", CUDA_STUB_GIB="1")
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_STUB_GIB": "1"}
+    expandable = on_stub("cuda_allocators", "ragged", **settings)
+    for one in (found, expandable):
+        assert (one["verified"], one["steps"]) == (True, 150), one
+    (note,) = (note for note in found["notes"] if "expandable_segments:True about" in note)
+    advised = int(note.rpartition("about ")[2].split()[0].replace(",", ""))
+    assert found["size"] < advised, found
+    # No note advises a setting that is in force.
+    assert not any("expandable_segments" in note for note in expandable["notes"]), expandable
+    assert expandable["size"] >= 0.95 * advised, (found, expandable)
 
 
 def test_the_snapshot_is_read_once_and_without_events():

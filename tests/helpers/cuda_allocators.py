@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.cuda_networks import project
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
 
@@ -77,19 +77,30 @@ def no_cache() -> dict[str, Any]:
     }
 
 
-def expandable() -> dict[str, Any]:
-    """The notes of a search in which the allocator reserves much more than the tensors take."""
-    finder = BatchFinder(min_batch_size=2048, min_steps_per_epoch=None, objective="memory")
-    gpu_trainer(finder, max_steps=1).fit(project("mlp", torch.cuda.mem_get_info()[1]))
-    (trial,) = (
-        trial
-        for trial in finder.plan.trials
-        if trial.batch_size == finder.plan.batch_size and trial.kind == "rehearsal"
-    )
+class Texts(Linear):
+    """Four layers, on sequences of many lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)]
+        self.layer = nn.Sequential(nn.Linear(16, 256), *layers)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = [torch.zeros(2 + 7 * index % 253, 16) for index in range(20_000)]
+        return DataLoader(
+            samples, self.batch_size, shuffle=True, collate_fn=lambda each: [pad_sequence(each)]
+        )
+
+
+def ragged() -> dict[str, Any]:
+    """A search and the training after it, with another shape in nearly every step."""
+    finder = BatchFinder(min_steps_per_epoch=None, objective="memory")
+    trainer = gpu_trainer(finder, max_steps=150, max_epochs=-1)
+    trainer.fit(Texts())
     return {
         "size": finder.plan.batch_size,
-        "tensors_mib": mib(trial.peak_bytes),
-        "reserved_mib": mib(trial.held_bytes),
+        "verified": finder.plan.verified,
+        "steps": trainer.global_step,
         "notes": finder.plan.notes,
     }
 
@@ -115,7 +126,7 @@ CASES = {
     "pluggable": pluggable,
     "of_driver": of_driver,
     "no_cache": no_cache,
-    "expandable": expandable,
+    "ragged": ragged,
     "snapshot": snapshot,
 }
 
