@@ -189,7 +189,7 @@ def test_a_target_and_a_learning_rate_speak_of_the_budget(search, device):
     module = Texts(device)
     plan = search(module, options=options(target_batch_size=8192))
     assert (plan.batch_size, plan.accumulate_grad_batches) == (4096, 2)
-    assert "max_tokens 512 -> 8,192 (2 x 4096): 16 times" in plan.training
+    assert "max_tokens 512 -> 8,192 (2 x 4,096): 16 times" in plan.training
     assert any("step has max_tokens 8,192 instead of 512" in text for text in plan.warnings)
 
 

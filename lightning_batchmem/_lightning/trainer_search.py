@@ -223,8 +223,7 @@ class TrainerSearch:
                         raise
                 options = replace(options, min_batch_size=followed.project_size)
                 clean_start.again_for_loaders()
-        of_validation = program.kept_size_note(followed.project_size)
-        notes = (*plan.notes, of_validation, *state.notes, note)
+        notes = (*plan.notes, program.kept_size_note(followed.project_size), *state.notes, note)
         plan = replace(plan, notes=tuple(filter(None, notes)))
         return FoundPlan(
             self._with_recipe(plan, before, program, followed.loaders),

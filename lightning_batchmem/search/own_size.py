@@ -72,9 +72,10 @@ class OwnSize:
 
     def notes_of_loss(self, batch_size: int) -> list[str]:
         """A sentence about a loss with which accumulation does not go, where it was begun."""
-        accumulate = accumulated_batches(batch_size, self.limits)
-        is_begun = accumulate > self.program.accumulate_grad_batches
-        if not is_begun or self.limits.steps_are_collective or batch_size < max(COPIES):
+        limits = self.limits
+        if accumulated_batches(batch_size, limits) <= self.program.accumulate_grad_batches:
+            return []
+        if limits.steps_are_collective or limits.options.budget or batch_size < max(COPIES):
             return []
         losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
         return loss_notes(losses)

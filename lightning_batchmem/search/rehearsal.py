@@ -85,8 +85,10 @@ def rehearse(
         difference_bytes = max(peaks_bytes) - min(peaks_bytes)
         # If only some of the ranks that step together ran more steps, they would wait forever.
         # On the host these peaks are those of the resident set, which do not count.
-        if (meter.device.reports_requested_bytes and not is_fragmented) and on_any_rank(
-            difference_bytes > DIFFERING_SHARE * max(peaks_bytes)
+        if (
+            meter.device.reports_requested_bytes
+            and not is_fragmented
+            and on_any_rank(difference_bytes > DIFFERING_SHARE * max(peaks_bytes))
         ):
             # Depth or size of the images may be random.
             consecutive.run_steady(policy.more_steady_steps)
