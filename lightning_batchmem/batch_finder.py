@@ -283,9 +283,8 @@ class BatchFinder(Callback):
             owners = [pl_module, *datamodules_of(trainer), *setting.source.passed_loaders()]
             earlier = None
             for owner, plan in self._plans_of_process:
-                is_found = setting.at(plan.place).size == plan.batch_size
-                if is_found and any(owner() is one for one in owners):
-                    # An earlier fit has found this size, perhaps with another finder.
+                # An earlier fit may have had another finder.
+                if any(owner() is one for one in owners):
                     earlier = plan
             given_plan = self._given_plan
             # Another finder has other arguments.

@@ -426,8 +426,9 @@ def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, dev
     # The own size was tried too.
     assert raised.value.__notes__ == [
         "BatchFinder: this error occurred in the search before the training, at batch size 3. If"
-        " the step needs more samples, pass min_batch_size; if it needs what another callback sets"
-        " in on_fit_start or later, let the callback set it in setup.",
+        " the step needs more samples, pass min_batch_size, or drop_last=True if the last batch of"
+        " an epoch is too small; if it needs what another callback sets in on_fit_start or later,"
+        " let the callback set it in setup.",
         "Sizes below 3, your own, were left out: at 2 there was an error (AttributeError:"
         f" '{kind.__name__}' object has no attribute 'weight_of_loss').",
     ]
@@ -526,7 +527,7 @@ def test_a_step_that_needs_more_than_the_own_size_names_size_and_argument(search
     with pytest.raises(RuntimeError, match="index k") as raised:
         search(module, limit_val_batches=0)
     note, *others = raised.value.__notes__
-    assert f"at batch size {size}. If the step needs more samples, pass min_batch_size;" in note
+    assert f"at batch size {size}. If the step needs more samples, pass min_batch_size," in note
     assert len(others) == (size == 16)
     # With 200, the last batch of an epoch has as many.
     options = {"min_batch_size": 100, "max_batch_size": 200}

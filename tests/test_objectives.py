@@ -496,6 +496,19 @@ def test_each_fit_starts_from_the_size_before_the_first(
     assert len(set(limits)) == len(set(texts)) == 1
 
 
+def test_a_size_that_is_put_back_keeps_the_accumulation_of_the_project(fit, device):
+    module = Scaled(device, law, 8)
+    finder = BatchFinder(objective="recipe", max_batch_size=4)
+    trainer = fit(module, finder, device, max_steps=-1, max_epochs=1, limit_train_batches=20)
+    first = finder.plan.training
+    assert (module.batch_size, trainer.accumulate_grad_batches) == (4, 2)
+    module.batch_size = 8
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module)
+    assert (module.batch_size, trainer.accumulate_grad_batches) == (4, 2)
+    assert finder.plan.training == first
+
+
 def test_a_size_that_a_new_module_has_from_an_earlier_fit_is_not_raised_again(fit, device):
     class Data(LightningDataModule):
         batch_size = 16

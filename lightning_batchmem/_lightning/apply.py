@@ -137,14 +137,14 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
         The plan, with the learning rates of the new optimizers, and warnings about them.
     """
     trainer = setting.trainer
-    _set_logged(setting.attribute, plan.batch_size, undo)
+    _set_logged(setting.attribute, plan.project_batch_size, plan.batch_size, undo)
     setting.write(plan.batch_size)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     for name, count in plan.recipe.trainer_settings.items():
         setattr(trainer, name, count)
     if plan.learning_rate is not None:
         attribute = _learning_rate_attribute(setting)
-        _set_logged(attribute, plan.learning_rate, undo)
+        _set_logged(attribute, attribute.value, plan.learning_rate, undo)
         attribute.set(plan.learning_rate)
     discard_train_loader(trainer)
     configure_optimizers_again(trainer)
@@ -173,13 +173,15 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
     return replace(plan, recipe=recipe, warnings=tuple(dict.fromkeys(filter(None, warnings))))
 
 
-def _set_logged(attribute: ProjectAttribute | None, value: float, undo: ExitStack) -> None:
+def _set_logged(
+    attribute: ProjectAttribute | None, before: object, value: float, undo: ExitStack
+) -> None:
     """Let the loggers have the new value of a hyperparameter, or both values."""
-    if attribute is None or attribute.value == value:
+    if attribute is None:
         return
     attribute.set_logged(value)
     for logger in attribute.trainer.loggers:
-        log = partial(_log_hyperparams, logger.log_hyperparams, attribute, attribute.value, value)
+        log = partial(_log_hyperparams, logger.log_hyperparams, attribute, before, value)
         undo.enter_context(replaced(logger, log_hyperparams=log))
 
 
@@ -197,20 +199,23 @@ def _log_hyperparams(
     In a run of MLflow, a name keeps its first value: that which the script has logged itself, or
     that of an earlier training.
     """
-    others = attribute.without(params)
     name = attribute.path.rpartition(".")[2]
     own_name = f"{name}_of_training"
     errors: list[Exception] = []
-    for attempt in (params, {**others, own_name: value}, others):
+    for added in (None, {own_name: value}, {}):
         try:
-            log(attempt, *arguments, **keywords)
+            log(
+                params if added is None else attribute.without(params) | added,
+                *arguments,
+                **keywords,
+            )
         # The package of a logger has errors of its own.
         except Exception as error:  # noqa: BLE001
             errors.append(error)
         else:
             break
     else:
-        raise errors[0]
+        raise errors[-1]
     if errors:
         # Each later stage logs the hyperparameters of the module again.
         attribute.drop_logged()

@@ -101,7 +101,8 @@ def noted_errors(
             add_note(
                 error,
                 "BatchFinder: this error occurred in the search before the training, at batch size"
-                f" {batch_size()}. If the step needs more samples, pass min_batch_size; if it needs"
+                f" {batch_size()}. If the step needs more samples, pass min_batch_size, or"
+                " drop_last=True if the last batch of an epoch is too small; if it needs"
                 " what another callback sets in on_fit_start or later, let the callback set it in"
                 " setup.",
             )

@@ -88,7 +88,10 @@ def rehearse(
         if (
             meter.device.reports_requested_bytes
             and not is_fragmented
-            and on_any_rank(difference_bytes > DIFFERING_SHARE * max(peaks_bytes))
+            # What is kept is measured below, by steps that a short rehearsal has to spare for it.
+            and on_any_rank(
+                difference_bytes > DIFFERING_SHARE * max(peaks_bytes) and not has_risen(steady)
+            )
         ):
             # Depth or size of the images may be random.
             consecutive.run_steady(policy.more_steady_steps)

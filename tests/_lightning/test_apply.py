@@ -325,6 +325,33 @@ def test_a_logger_that_refuses_another_size(fit, device, tmp_path):
     assert trainer.global_step == 3
 
 
+def test_a_logger_that_refuses_the_size_that_an_earlier_fit_has_found(fit, device, tmp_path):
+    module = Logged(device)
+    finder = BatchFinder(objective="memory", min_steps_per_epoch=None, multiple_of=1)
+    logger = FirstValues(tmp_path / "first")
+    fit(module, finder, device, logger=logger)
+    assert logger.params["batch_size"] == "400"
+    message = REFUSED.format("batch_size", 400, 3, "logged as `batch_size_of_training`")
+    with pytest.warns(UserWarning, match=message):
+        trainer = fit(module, finder, device, logger=FirstValues(tmp_path, batch_size=3))
+    assert trainer.global_step == 3
+
+
+def test_a_logger_that_takes_other_objects_than_dictionaries(fit, device, tmp_path):
+    logged = []
+
+    class Takes(CSVLogger):
+        def log_hyperparams(self, params=None):
+            logged.append(params)
+
+    class LogsObject(Logged):
+        def on_train_start(self):
+            self.logger.log_hyperparams(3)
+
+    fit(LogsObject(device), BatchFinder(objective="memory"), device, logger=Takes(tmp_path))
+    assert logged[-1] == 3
+
+
 def test_a_logger_that_refuses_a_nested_size_and_a_rate(fit, device, tmp_path):
     logger = FirstValues(tmp_path, scheme=SimpleNamespace(bs=100), lr=0.1)
     module = Logged(device, scheme=SimpleNamespace(bs=100))
