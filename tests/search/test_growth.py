@@ -210,8 +210,8 @@ def test_the_size_is_lowered_until_what_a_training_keeps_fits(search, device):
 
 
 def test_what_a_short_training_keeps_is_measured_although_its_peaks_differ(search, device):
-    plan = search(Keeping(device, 0, MIB // 4), max_steps=20, max_epochs=-1)
-    most = (LIMIT - FIXED) / MIB / (1 + 20 / 4)
+    plan = search(Keeping(device, 0, MIB // 2), max_steps=20, max_epochs=-1)
+    most = (LIMIT - FIXED) / MIB / (1 + 20 / 2)
     assert plan.batch_size <= most or not plan.verified
     assert any("Equal steps need" in note for note in plan.notes)
 
