@@ -539,8 +539,9 @@ def test_a_metric_that_keeps_outputs_fits_where_the_plan_is_verified(
         train(finder, Measured(resets=resets), tmp_path)
     except torch.OutOfMemoryError:
         assert not finder.plan.verified
-    (note,) = [note for note in finder.plan.notes if note.startswith("Equal steps need")]
-    whole = "an epoch has 6" if resets else f"the training has {6 * EPOCHS}"
-    assert f"{whole}." in note
+    notes = [note for note in finder.plan.notes if note.startswith("Equal steps need")]
+    # A rehearsal has whole epochs, whose end may free the outputs.
+    assert len(notes) == (not resets)
+    assert all("an epoch has 6." in note for note in notes)
     if max_batch_size is not None:
         assert finder.plan.verified
