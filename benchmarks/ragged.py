@@ -68,27 +68,25 @@ def bimodal(generator: np.random.Generator) -> np.ndarray[Any, Any]:
     return np.clip(np.where(generator.random(SAMPLES) < 0.1, long, short), 2, LONGEST).astype(int)
 
 
-class Sequences(Dataset[tuple[Tensor, int]]):
-    """Sequences of these lengths."""
+class Samples(Dataset[Any]):
+    """Samples that follow these lengths."""
 
     def __init__(self, lengths: np.ndarray[Any, Any]) -> None:
         self.lengths = lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+
+class Sequences(Samples):
+    """Sequences of these lengths."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.zeros(int(self.lengths[index]), FEATURES), index % 10
 
 
-class Images(Dataset[tuple[Tensor, Tensor]]):
+class Images(Samples):
     """Images, whose two sides follow these lengths, and their boxes."""
-
-    def __init__(self, lengths: np.ndarray[Any, Any]) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         height = 16 + int(self.lengths[index]) // 4
@@ -96,14 +94,8 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         return torch.zeros(3, height, width), torch.zeros(1 + index % 5, 4)
 
 
-class Graphs(Dataset[tuple[Tensor, Tensor]]):
+class Graphs(Samples):
     """Graphs of as many nodes as these lengths, with four edges to a node."""
-
-    def __init__(self, lengths: np.ndarray[Any, Any]) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         nodes = int(self.lengths[index])

@@ -12,6 +12,7 @@ share of the size of the rehearsal. The networks are none of those of ``benchmar
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -103,16 +104,21 @@ def pareto(generator: np.random.Generator) -> np.ndarray[Any, Any]:
 LENGTHS = {"uniform": uniform, "pareto": pareto}
 
 
-def fails(network: str, lengths: str, seed: int, size: int, *, is_rehearsal: bool) -> bool:
-    """Whether memory runs out in steps on a new device."""
+def fails(
+    network: str, lengths: str, seed: int, size: int, num_steps: int, largest_every: float
+) -> bool:
+    """Whether memory runs out in steps on a new device.
+
+    Of ``largest_every`` steps the last one has the longest sample, and the others random ones.
+    """
     start_device(DEVICE_BYTES)
     generator = np.random.default_rng(seed)
     sizes = LENGTHS[lengths](generator)
     model = network_on_device(network)
     optimizer = torch.optim.AdamW(model.parameters())
-    for number in range(1, (REHEARSAL_STEPS if is_rehearsal else TRAINING_STEPS) + 1):
+    for number in range(1, num_steps + 1):
         longest = generator.choice(sizes, size).max()
-        if is_rehearsal and number % LARGEST_EVERY == 0:
+        if number % largest_every == 0:
             longest = sizes.max()
         try:
             step(model, size, int(longest))
@@ -148,21 +154,18 @@ def free_bytes() -> int:
 
 
 def largest_share(
-    network: str, lengths: str, seed: int, full: float, *, is_rehearsal: bool
+    network: str, lengths: str, seed: int, full: float, num_steps: int, largest_every: float
 ) -> float:
     """The largest size without an error, as a share of the one whose tensors fill the memory."""
     low, high = 0.6, 1.1
     while high - low > RESOLUTION:
         middle = (low + high) / 2
-        if in_fork(_fails, network, lengths, seed, int(middle * full), is_rehearsal):
+        size = int(middle * full)
+        if in_fork(fails, network, lengths, seed, size, num_steps, largest_every):
             high = middle
         else:
             low = middle
     return low
-
-
-def _fails(network: str, lengths: str, seed: int, size: int, is_rehearsal: bool) -> bool:
-    return fails(network, lengths, seed, size, is_rehearsal=is_rehearsal)
 
 
 def measure(cell: tuple[str, str, int]) -> dict[str, Any]:
@@ -175,8 +178,8 @@ def measure(cell: tuple[str, str, int]) -> dict[str, Any]:
         "network": network,
         "lengths": lengths,
         "seed": seed,
-        "rehearsal": largest_share(network, lengths, seed, full, is_rehearsal=True),
-        "training": largest_share(network, lengths, 100 + seed, full, is_rehearsal=False),
+        "rehearsal": largest_share(network, lengths, seed, full, REHEARSAL_STEPS, LARGEST_EVERY),
+        "training": largest_share(network, lengths, 100 + seed, full, TRAINING_STEPS, math.inf),
     }
     print(row, file=sys.stderr, flush=True)
     return row

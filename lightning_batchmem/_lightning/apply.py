@@ -155,14 +155,17 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
         return replace(plan, recipe=recipe)
     pairs = list(zip(before.learning_rates, rates, strict=False))
     old_rate = before.learning_rate or 0.0
-    if plan.learning_rate is not None and not any(
-        math.isclose(new * old_rate, old * plan.learning_rate) for old, new in pairs
+    # Without an optimizer there are no rates.
+    if (
+        plan.learning_rate
+        and pairs
+        and not any(math.isclose(new * old_rate, old * plan.learning_rate) for old, new in pairs)
     ):
         changes = ", ".join(f"{old:.6g} -> {new:.6g}" for old, new in pairs)
         rank_zero_warn(
             f"lr_scaling changed the learning rate of the module, {old_rate:.6g} ->"
-            f" {plan.learning_rate:.6g}, but not so those of the optimizers, {changes}. Let"
-            " configure_optimizers use it as it is, or leave lr_scaling out."
+            f" {plan.learning_rate:.6g}, but those of the optimizers changed otherwise, {changes}."
+            " Let configure_optimizers use it as it is, or leave lr_scaling out."
         )
     warnings = [
         learning_rate_note(before, recipe, plan.unit),

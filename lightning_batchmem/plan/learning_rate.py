@@ -50,7 +50,7 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
     if ratio > 1:
         text += ', so the training may end worse. objective="recipe" keeps your own size'
     if not 1 / MOST_RATIO <= size / old_size <= MOST_RATIO:
-        return f"{text}. No rule is known for so different a step: tune the learning rate by hand."
+        return f"{text}. No rule is known for such a step: tune the learning rate by hand."
     listed = " and ".join(names)
     rule = _RULES.get(names[0])
     if rule is None or any(_RULES.get(name) != rule for name in names):

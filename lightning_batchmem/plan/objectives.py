@@ -281,7 +281,7 @@ def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
     size = rounded(int(known.policy.rehearsal_share * min(most, _MOST_PREDICTED)), limits)
     return (
         "Nearly every batch has another shape, which fragments the memory of the device, so"
-        f" {mib(free_bytes)} of it stay free. With"
+        f" {mib(free_bytes)} of it stays free. With"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True about"
         f" {limits.unit.size(size)} fit.",
     )

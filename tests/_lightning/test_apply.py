@@ -189,7 +189,9 @@ def test_the_finder_of_lightning_is_refused(search, device):
 
 def test_a_learning_rate_that_is_not_used_is_a_warning(search, device):
     module = Rated(device, optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=0.1))
-    message = "the module, 0.1 -> 13.3333, but not so those of the optimizers, 0.1 -> 0.1"
+    message = (
+        "the module, 0.1 -> 13.3333, but those of the optimizers changed otherwise, 0.1 -> 0.1"
+    )
     with pytest.warns(UserWarning, match=message):
         search(module, options={"lr_scaling": "linear"})
 
@@ -216,7 +218,7 @@ def test_a_project_that_scales_its_rate_itself(search, device, groups):
     assert plan.recipe.learning_rates[0] == pytest.approx(0.1 * 400 / 256)
     # It would be scaled twice.
     changes = "0.0390625 -> 0.625" + ", 0.01 -> 0.01" * (groups - 1)
-    message = f"the module, 0.1 -> 0.4, but not so those of the optimizers, {changes}. Let"
+    message = f"the module, 0.1 -> 0.4, but those of the optimizers changed otherwise, {changes}."
     with pytest.warns(UserWarning, match=message):
         search(ScalesItself(device, groups), options={"lr_scaling": "linear"})
 
@@ -260,6 +262,17 @@ def test_a_note_on_the_learning_rate_without_scaling(search, device, target, cap
         assert change in warning
         assert warning in " ".join(capsys.readouterr().out.split())
     assert module.lr == 0.1
+
+
+def test_lr_scaling_without_an_optimizer_is_not_named(search, device):
+    class WithoutOptimizer(Rated):
+        def configure_optimizers(self):
+            return None
+
+    # Lightning's own warning of it is another one.
+    with pytest.warns(UserWarning, match="returned `None`") as warned:
+        search(WithoutOptimizer(device), options={"lr_scaling": "linear"})
+    assert not any("lr_scaling changed" in str(one.message) for one in warned)
 
 
 class FirstValues(CSVLogger):

@@ -39,7 +39,7 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
 
 RATE_BY = "multiplies the rate by"
 SEE = 'see "Choosing a batch size" in the documentation.'
-TOO_DIFFERENT = "No rule is known for so different a step: tune the learning rate by hand."
+TOO_DIFFERENT = "No rule is known for such a step: tune the learning rate by hand."
 NONE_KNOWN = "No single rule is known for {}: tune the learning rate by hand."
 WORSE = ', so the training may end worse. objective="recipe" keeps your own size'
 
