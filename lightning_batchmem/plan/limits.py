@@ -73,8 +73,8 @@ class SearchLimits:
         step: the optimizer step of the project, and what it keeps.
         missing_bytes: by how much the process and the gradients exceed the limit of the host before
             the first batch; 0 on a device.
-        fragmented_bytes: bytes below the limit of the search that stay free, because batches of
-            ever new shapes fragment the cache of the allocator; 0 where they do not.
+        fragmented_bytes: bytes below the limit that stay free where batches of ever new shapes
+            fragment the cache of the allocator so much that it is released; 0 where they do not.
         is_host: whether exceeding the limit ends the process without an error.
         steps_are_collective: whether ranks take every step together.
         has_expandable_segments: whether the segments of every rank's allocator can grow: under the
@@ -115,6 +115,12 @@ class SearchLimits:
             project=self.step.batch_size,
             samples=self.step.kept_samples,
         )
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes that the tensors of the largest size may fill."""
+        # Where a trial catches errors, its steps show whether the cache is released.
+        return self.limit_bytes - (0 if self.catches_errors else self.fragmented_bytes)
 
     @property
     def catches_errors(self) -> bool:

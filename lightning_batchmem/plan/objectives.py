@@ -275,9 +275,10 @@ def _dropped_notes(known: TrialsSoFar) -> tuple[str, ...]:
 def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
     limits = known.limits
     free_bytes = limits.fragmented_bytes
-    if not free_bytes or known.memory is None:
+    is_left_free = bool(known.failed) or not limits.catches_errors
+    if not (free_bytes and is_left_free) or known.memory is None:
         return ()
-    most = known.memory.size_at(limits.limit_bytes + free_bytes)
+    most = known.memory.size_at(limits.limit_bytes)
     size = rounded(int(known.policy.rehearsal_share * min(most, _MOST_PREDICTED)), limits)
     return (
         "Nearly every batch has another shape, which fragments the memory of the device, so"

@@ -116,10 +116,10 @@ class TrialsSoFar:
         ``a + b * k * size <= fixed + k * (a - fixed + b * size)``.
         """
         if self.memory is not None:
-            return self.memory.size_at(self.limits.limit_bytes)
+            return self.memory.size_at(self.limits.filled_bytes)
         return max(
             trial.batch_size
-            * (self.limits.limit_bytes - trial.set_aside_bytes - trial.fixed_bytes)
+            * (self.limits.filled_bytes - trial.set_aside_bytes - trial.fixed_bytes)
             / trial.growing_bytes
             for trial in self.ran
             if trial.kind == "probe"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from lightning_batchmem.devices.base import DeviceMemory
@@ -70,24 +71,29 @@ class TrialRunner:
         Errors of the user's code are raised; out of memory is an outcome.
         """
         is_collective = limits.steps_are_collective
+        limit = ExitStack()
+        before_step = self._before_step
+        if kind == "rehearsal" and limits.fragmented_bytes and not is_collective:
+            before_step = functools.partial(
+                self._before_ragged_step, limit, limits, self._num_retries()
+            )
         try:
-            meter = self._restarted(batch_size, self._before_step)
+            meter = self._restarted(batch_size, before_step)
         # The user's hooks may take memory that grows with the size.
         except Exception as error:
             if not is_out_of_memory(error) or is_collective:
                 raise
             text = self._ranks.named(release_traceback(error))
             return Trial(batch_size, "out_of_memory", {}, kind, error=text)
-        limit: AbstractContextManager[object] = nullcontext()
-        if not is_collective:
-            limit = self._device.limit_enforced(limits.limit_bytes)
         is_limit_enforced = False
         outcome: Outcome = "ok"
         failed_phase = ""
         error_text = ""
         try:
-            with self._watched_steps(batch_size, is_collective), limit as is_enforced:
-                is_limit_enforced = bool(is_enforced)
+            with self._watched_steps(batch_size, is_collective), limit:
+                if not is_collective:
+                    enforced = self._device.limit_enforced(limits.limit_bytes)
+                    is_limit_enforced = limit.enter_context(enforced)
                 if kind == "rehearsal":
                     on_any_rank = self._is_on_any_rank if is_collective else bool
                     rehearse(
@@ -175,6 +181,18 @@ class TrialRunner:
                     raise
                 release_traceback(error)
         return detector.found
+
+    def _before_ragged_step(
+        self, limit: ExitStack, limits: SearchLimits, retries_before: int
+    ) -> None:
+        """Leave a share of the room free once the allocator has released its cache in a trial."""
+        self._before_step()
+        if self._num_retries() > retries_before:
+            lower_bytes = limits.limit_bytes - limits.fragmented_bytes
+            limit.enter_context(self._device.limit_enforced(lower_bytes))
+
+    def _num_retries(self) -> int:
+        return self._device.counters().get("num_alloc_retries", 0)
 
     def _is_on_any_rank(self, value: bool) -> bool:
         return any(self._ranks.exchange(value))

@@ -136,13 +136,26 @@ def test_the_plan_states_what_it_was_computed_from():
 
 
 def test_a_fragmented_size_is_noted():
-    fragmented = drive(device(STRAIGHT), with_changes(limits(), fragmented_bytes=LIMIT // 4)).plan
-    (note,) = fragmented.notes
+    fragmented = with_changes(limits(), fragmented_bytes=LIMIT // 4)
     # The lines of the probes, at nine tenths of the size that fills all of the memory.
-    most = drive(device(STRAIGHT), limits(LIMIT + LIMIT // 4)).plan.trials
+    most = drive(device(STRAIGHT), limits()).plan.trials
     size = next(trial.batch_size for trial in most if trial.kind == "rehearsal")
+
+    def retrying(step):
+        is_larger = step.kind == "rehearsal" and step.batch_size > size // 2
+        return with_changes(device(STRAIGHT)(step), outcome="out_of_memory" if is_larger else "ok")
+
+    (note,) = drive(retrying, fragmented).plan.notes
     assert note.endswith(f"expandable_segments:True about {size} samples fit.")
-    assert drive(device(STRAIGHT), limits()).plan.notes == ()
+    assert drive(retrying, limits()).plan.notes == ()
+    # No size failed, so nothing was left free.
+    assert drive(device(STRAIGHT), fragmented).plan.notes == ()
+    # Where no error can be caught, it is left free before anything fails.
+    together = with_changes(fragmented, steps_are_collective=True)
+    plan = drive(device(STRAIGHT), together).plan
+    assert len(plan.notes) == 1
+    less = with_changes(limits(LIMIT - LIMIT // 4), steps_are_collective=True)
+    assert plan.batch_size == drive(device(STRAIGHT), less).plan.batch_size
     # Something else limits the size.
     bounded = with_changes(limits(cap=50), fragmented_bytes=LIMIT // 4)
     assert drive(device(STRAIGHT), bounded).plan.notes == ()

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -137,11 +138,13 @@ def test_batches_of_ever_new_shapes_leave_a_share_of_the_room_free(fake_device):
     ranks = SimpleNamespace(size=2, exchange=lambda value: [value, theirs])
     for one in (program, ragged):
         limits = limits_of(one, budget, ranks)
-        assert (limits.fragmented_bytes, limits.limit_bytes) == (200 * KIB, 700 * KIB)
+        assert (limits.fragmented_bytes, limits.filled_bytes) == (200 * KIB, limits.limit_bytes)
+        together = replace(limits, steps_are_collective=True)
+        assert together.filled_bytes == limits.limit_bytes - 200 * KIB
     alone = limits_of(ragged, budget)
     room_bytes = budget.limit_bytes() - device.current().allocated_bytes
     assert alone.fragmented_bytes == int((1 - RAGGED_SHARE) * room_bytes)
-    assert alone.limit_bytes + alone.fragmented_bytes == budget.limit_bytes()
+    assert alone.limit_bytes == budget.limit_bytes()
     # Segments that grow do not fragment, and a host is left three quarters of its room.
     device.has_expandable_segments = True
     assert limits_of(ragged, budget).fragmented_bytes == 0

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search import rehearsal
+from lightning_batchmem.search.limits import RAGGED_SHARE
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.rehearsal import SHORT_REHEARSAL
 from lightning_batchmem.search.trial import TrialRunner
@@ -296,22 +297,27 @@ def test_steps_whose_micro_batches_differ_are_equal_steps(search, device):
     assert [trial.full_steps for trial in rehearsed(plan)] == [7]
 
 
+class Padded(Stepping):
+    """Its samples have lengths from 1 to 640; ``during(size, length)`` is called in each step."""
+
+    def training_step(self, batch, batch_idx):
+        self.count(len(batch), batch.shape[1])
+        self.use(len(batch))
+        return self.layer(batch[:, :1]).mean()
+
+    def __init__(self, device_memory, during):
+        super().__init__(device_memory)
+        self.count = during
+
+    def train_dataloader(self):
+        samples = [torch.zeros(1 + i) for i in range(640)]
+        collate = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        return DataLoader(samples, self.batch_size, collate_fn=collate)
+
+
 def test_a_rehearsal_of_ragged_batches_begins_with_random_ones(search, device):
     lengths = {}
-
-    class Padded(Stepping):
-        def training_step(self, batch, batch_idx):
-            lengths.setdefault(len(batch), []).append(batch.shape[1])
-            self.use(len(batch))
-            return self.layer(batch[:, :1]).mean()
-
-        def train_dataloader(self):
-            samples = [torch.zeros(1 + i) for i in range(640)]
-            pad = torch.nn.utils.rnn.pad_sequence
-            collate = partial(pad, batch_first=True)
-            return DataLoader(samples, self.batch_size, collate_fn=collate)
-
-    plan = search(Padded(device))
+    plan = search(Padded(device, lambda size, length: lengths.setdefault(size, []).append(length)))
     probe = plan.trials[0].batch_size
     rehearsal = rehearsed(plan)[0].batch_size
     # A probe uses only the longest samples.
@@ -320,7 +326,28 @@ def test_a_rehearsal_of_ragged_batches_begins_with_random_ones(search, device):
     begin = lengths[rehearsal][:SHORT_REHEARSAL]
     assert len(set(begin)) > 2
     assert begin[0] < begin[-1] == 640
-    assert plan.limit_bytes < 420 * MIB
+
+
+@pytest.mark.parametrize("has_retries", [False, True])
+def test_a_share_stays_free_once_ragged_batches_made_the_allocator_retry(
+    search, device, has_retries
+):
+    budgets = []
+
+    def note(size, length):
+        budgets.append(device.budget)
+        if has_retries and length == 640:
+            device.num_alloc_retries += 1
+
+    device.enforces_limits = True
+    before_bytes = device.budget
+    plan = search(Padded(device, note))
+    assert (plan.verified, device.budget) == (True, before_bytes)
+    expected = {plan.limit_bytes}
+    if has_retries:
+        expected.add(plan.limit_bytes - int((1 - RAGGED_SHARE) * plan.limit_bytes))
+    # The training follows, which has all of the memory.
+    assert set(budgets) - {before_bytes} == expected
 
 
 class Indexed(Evaluated):
