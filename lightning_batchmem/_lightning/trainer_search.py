@@ -205,14 +205,12 @@ class TrainerSearch:
                     maker = self._maker(options)
                     program = maker.training(clean_start, followed, before, state, later)
                     with noted_errors(lambda: followed.setting.size, program.batches):
-                        plan = self._search_of(program, progress, maker.options).run(
-                            device=self._device,
-                            parameters=parameters,
-                            given_plan=given_plan,
-                            found_plan=None if found is None else found.plan,
-                            also_size=followed.project_size if self.is_simulated else None,
-                            has_real_times=not self.is_simulated,
+                        search = self._search_of(program, progress, maker.options, parameters)
+                        plan = (
+                            search.run(given_plan) if found is None else search.confirm(found.plan)
                         )
+                        if self.is_simulated and followed.project_size:
+                            plan = search.with_rehearsal(plan, followed.project_size)
                     break
                 # A user's step may raise any error.
                 except Exception as error:
@@ -363,8 +361,7 @@ class TrainerSearch:
             if program is None:
                 return None
             with noted_errors(lambda: setting.size, program.batches):
-                search = self._search_of(program, progress, maker.options)
-                plan = search.run(device=self._device)
+                plan = self._search_of(program, progress, maker.options).run()
         return self._placed(plan, setting)
 
     def plan_in(
@@ -412,9 +409,23 @@ class TrainerSearch:
         return ProgramMaker(self.trainer, options, self.policy, self.ranks, self._room)
 
     def _search_of(
-        self, program: TrainerProgram, progress: SearchProgress, options: SearchOptions
+        self,
+        program: TrainerProgram,
+        progress: SearchProgress,
+        options: SearchOptions,
+        parameters: str = "",
     ) -> BatchSizeSearch:
-        return BatchSizeSearch(program, self._room, options, self.policy, self.ranks, progress)
+        return BatchSizeSearch(
+            program,
+            self._room,
+            options,
+            self.policy,
+            self.ranks,
+            progress,
+            device=self._device,
+            parameters=parameters,
+            is_simulated=self.is_simulated,
+        )
 
     def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
         """The plan with the place of its size, and a note where that of the project changes."""

@@ -73,9 +73,14 @@ def _searched(
         program.entered(),
         each_size_static(),
     ):
-        search = BatchSizeSearch(program, room, options, policy, ranks, progress)
-        return search.run(
+        search = BatchSizeSearch(
+            program,
+            room,
+            options,
+            policy,
+            ranks,
+            progress,
             device=device_name(loop.device),
             parameters=parameters_text(program.module),
-            given_plan=given_plan,
         )
+        return search.run(given_plan)

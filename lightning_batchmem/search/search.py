@@ -54,6 +54,9 @@ class BatchSizeSearch:
         policy: the numbers that steer the search.
         ranks: the processes that search together.
         progress: shows the trial and the step that run.
+        device: the name of the device.
+        parameters: the number of parameters; empty for an evaluation.
+        is_simulated: whether times and values of the steps mean nothing.
 
     Raises:
         ValueError: if the process already holds as much as ``memory_limit``.
@@ -67,6 +70,10 @@ class BatchSizeSearch:
         policy: SearchPolicy,
         ranks: Ranks,
         progress: SearchProgress,
+        *,
+        device: str,
+        parameters: str = "",
+        is_simulated: bool = False,
     ) -> None:
         self._program = program
         self._room = room
@@ -74,112 +81,132 @@ class BatchSizeSearch:
         self._ranks = ranks
         self._progress = progress
         self._options = options
-        self._runner = TrialRunner(program, room.device, ranks, policy, progress.begin_step)
+        self._device = device
+        # The shards of FSDP1 have different sizes, and all ranks have one plan.
+        self._parameters = ranks.exchange(parameters)[0]
+        self._is_simulated = is_simulated
+        self._runner = self._runner_of(program)
         keeps_step = options.keeps_step(program.accumulate_grad_batches)
         self._limits = self._limits_of(keeps_step=keeps_step)
-        # A later state may run out of memory that the first one has fragmented.
-        self._later_runner: TrialRunner | None = None
-        if program.later is not None and self._limits.catches_errors:
-            later = program.later
-            self._later_runner = TrialRunner(later, room.device, ranks, policy, progress.begin_step)
         # What was run since the search, or the rehearsal of an earlier plan, has begun.
         self._trials: tuple[Trial, ...] = ()
 
-    def run(
-        self,
-        *,
-        device: str,
-        parameters: str = "",
-        given_plan: Plan | str | Path | None = None,
-        found_plan: Plan | None = None,
-        also_size: int | None = None,
-        has_real_times: bool = True,
-    ) -> Plan:
+    def run(self, given_plan: Plan | str | Path | None = None) -> Plan:
         """Search, or only rehearse the size of an earlier plan if that passes.
 
         Args:
-            device: the name of the device.
-            parameters: the number of parameters; empty for an evaluation.
             given_plan: an earlier plan, its file, or a log directory.
-            found_plan: a plan of this search in another state, whose size is rehearsed first.
-            also_size: a size that is rehearsed at the end, where the data allow it.
-            has_real_times: whether a note may compare the times of steps.
 
         Raises:
             RuntimeError: if no size fits.
         """
-        program = self._program
-        # The shards of FSDP1 have different sizes, and all ranks have one plan.
-        parameters = self._ranks.exchange(parameters)[0]
-        earlier_plan = found_plan
-        of_earlier_plan: list[str] = []
-        if earlier_plan is None:
-            earlier_plan, of_earlier_plan = find_earlier_plan(
-                given_plan,
-                parameters,
-                device=device,
-                limit_bytes=self._room.limit_bytes(),
-                ranks=self._ranks,
-            )
-        notes: list[str] = []
-        chosen: Chosen | SearchFailed | None = None
+        earlier_plan, notes = find_earlier_plan(
+            given_plan,
+            self._parameters,
+            device=self._device,
+            limit_bytes=self._room.limit_bytes(),
+            ranks=self._ranks,
+        )
+        reused: Chosen | SearchFailed | None = None
         if earlier_plan is not None:
-            self._keep_step_of(earlier_plan)
-            why_not = why_not_allowed(earlier_plan, self._limits)
-            if not why_not:
-                chosen = self._rehearse_again(earlier_plan)
-                if isinstance(chosen, SearchFailed):
-                    why_not = chosen.reason
-                    chosen = None
-            if why_not and found_plan is None:
-                notes.append(earlier_plan_not_used(why_not))
-        has_searched = chosen is None
-        if chosen is None:
-            chosen = self._search()
-        if isinstance(chosen, SearchFailed) and self._limits.step.may_keep:
-            chosen = self._search_keeping_step(chosen.reason)
-        of_limit = self._room.notes
-        if isinstance(chosen, SearchFailed):
-            raise RuntimeError(" ".join([chosen.reason, *self._explanation(), *of_limit]))
-        program.check_batch_size(chosen.batch_size)
-        limits = self._limits
-        if also_size is not None and also_size <= limits.max_batch_size:
-            self._rehearse_too(also_size)
-        own_size = OwnSize(program, self._runner, limits, self._ranks)
+            reused = self._rehearse_again(earlier_plan)
+            if isinstance(reused, SearchFailed):
+                notes = [earlier_plan_not_used(reused.reason)]
         # The speeds of an earlier plan are of another run.
-        if has_searched and has_real_times:
-            chosen = own_size.compared(chosen, self._run)
-        of_growth: list[str] = []
-        # What grows was measured in that other state, which needs most: a bank is full there.
-        if found_plan is None:
-            chosen, of_growth = self._with_growth(chosen)
-            limits = self._limits
+        chosen = reused if isinstance(reused, Chosen) else self._compared(self._found())
+        chosen, of_growth = self._with_growth(chosen)
+        return self._plan(chosen, [*of_growth, *notes])
+
+    def confirm(self, plan: Plan) -> Plan:
+        """Rehearse the size of a plan of another state of this training; search if it fails here.
+
+        What the steps keep was measured in that other state, where a memory bank is full.
+
+        Raises:
+            RuntimeError: if no size fits.
+        """
+        chosen = self._rehearse_again(plan)
+        if isinstance(chosen, SearchFailed):
+            chosen = self._compared(self._found())
+        return self._plan(chosen, [])
+
+    def with_rehearsal(self, plan: Plan, batch_size: int) -> Plan:
+        """The plan of this search with a rehearsal of one more size, where the data allow it."""
+        if batch_size > self._limits.max_batch_size or any(
+            trial.batch_size == batch_size and trial.kind == "rehearsal" for trial in self._trials
+        ):
+            return plan
+        trial = self._run(NextSize(batch_size, "rehearsal"))
+        notes = dict.fromkeys((*plan.notes, *trial.notes))
+        return replace(plan, trials=(*plan.trials, trial), notes=tuple(notes))
+
+    def _plan(self, chosen: Chosen, notes: list[str]) -> Plan:
+        self._program.check_batch_size(chosen.batch_size)
+        limits = self._limits
         warnings = slower_notes(chosen.speeds, chosen.batch_size, limits)
-        if has_real_times:
-            warnings += replace(own_size, limits=limits).notes_of_loss(chosen.batch_size)
+        if not self._is_simulated:
+            warnings += self._own_size().notes_of_loss(chosen.batch_size)
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
             self._trials,
             # The limit of a plan is that of the training.
             limits.limit_bytes + self._room.later_bytes,
-            device=device,
+            device=self._device,
             recipe=Recipe(
                 chosen.batch_size, accumulated_batches(chosen.batch_size, limits), limits.step.ranks
             ),
             warnings=tuple(warnings),
             notes=(
-                *of_growth,
                 *notes,
                 *chosen.notes,
                 *of_trials,
-                *program.notes,
-                *of_limit,
-                *of_earlier_plan,
+                *self._program.notes,
+                *self._room.notes,
             ),
-            parameters=parameters,
+            parameters=self._parameters,
             budget_name=limits.unit.budget_name,
         )
+
+    def _found(self) -> Chosen:
+        """Run sizes until one is chosen; where the project's own does not fit, keep its step."""
+        self._trials = ()
+        why_kept = ""
+        while not isinstance(step := decide(self._trials, self._limits, self._policy), Chosen):
+            if isinstance(step, NextSize):
+                if not self._trials:
+                    self._find_collectives(step.batch_size)
+                self._run(step)
+                self._read_limit_again()
+            elif self._limits.step.may_keep:
+                why_kept = step.reason
+                self._limits = self._limits_of(keeps_step=True)
+                self._trials = ()
+            else:
+                texts = [step.reason, *self._explanation(), *self._room.notes]
+                raise RuntimeError(" ".join(texts))
+        if not why_kept:
+            return step
+        reason = (
+            f"{self._limits.unit.size(step.batch_size)}: {why_kept}. Accumulation keeps the samples"
+            " of an optimizer step."
+        )
+        return replace(step, limited_by="memory", reason=reason)
+
+    def _compared(self, chosen: Chosen) -> Chosen:
+        """The chosen size or that of the project, after both were timed."""
+        if self._is_simulated:
+            return chosen
+        return self._own_size().compared(chosen, self._run)
+
+    def _runner_of(self, program: Program) -> TrialRunner:
+        room = self._room
+        return TrialRunner(
+            program, room.device, self._ranks, self._policy, self._progress.begin_step
+        )
+
+    def _own_size(self) -> OwnSize:
+        return OwnSize(self._program, self._runner, self._limits, self._ranks)
 
     def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[str]]:
         """The size, lowered until what its steps keep fits too, and a note of it.
@@ -261,40 +288,12 @@ class BatchSizeSearch:
             self._program.accumulate(limits.step.kept_samples)
         return limits
 
-    def _search_keeping_step(self, why: str) -> Chosen | SearchFailed:
-        """Search among the sizes whose accumulation keeps the samples of an optimizer step.
-
-        Args:
-            why: a clause about the size of the project, which does not fit.
-        """
-        self._limits = self._limits_of(keeps_step=True)
-        chosen = self._search()
-        if isinstance(chosen, SearchFailed):
-            return chosen
-        reason = (
-            f"{self._limits.unit.size(chosen.batch_size)}: {why}. Accumulation keeps the samples of"
-            " an optimizer step."
-        )
-        return replace(chosen, limited_by="memory", reason=reason)
-
-    def _search(self) -> Chosen | SearchFailed:
-        """Run sizes until one is chosen."""
-        self._trials = ()
-        while isinstance(step := decide(self._trials, self._limits, self._policy), NextSize):
-            if not self._trials:
-                self._find_collectives(step.batch_size)
-            self._run(step)
-            self._read_limit_again()
-        return step
-
-    def _rehearse_too(self, batch_size: int) -> None:
-        """Rehearse one more size, unless it was."""
-        if any(t.batch_size == batch_size and t.kind == "rehearsal" for t in self._trials):
-            return
-        self._run(NextSize(batch_size, "rehearsal"))
-
     def _rehearse_again(self, plan: Plan) -> Chosen | SearchFailed:
-        """Rehearse the size of an earlier plan."""
+        """Rehearse the size of an earlier plan, where this search allows it."""
+        self._keep_step_of(plan)
+        why_not = why_not_allowed(plan, self._limits)
+        if why_not:
+            return SearchFailed(why_not)
         self._find_collectives(plan.batch_size)
         trial = self._run(NextSize(plan.batch_size, "rehearsal"))
         if trial.outcome != "ok":
@@ -316,13 +315,15 @@ class BatchSizeSearch:
 
     def _with_later_state(self, own_trial: Trial) -> Trial:
         """The worst of a rehearsal and one in the later state, with what the first leaves."""
-        later = self._later_runner
-        if later is None:
+        later = self._program.later
+        # A later state may run out of memory that the first one has fragmented.
+        if later is None or not self._limits.catches_errors:
             return own_trial
         outcomes = self._ranks.exchange(own_trial.outcome)
         if any(outcome != "ok" for outcome in outcomes):
             return own_trial
-        later_trial = later.run("rehearsal", own_trial.batch_size, self._limits)
+        runner = self._runner_of(later)
+        later_trial = runner.run("rehearsal", own_trial.batch_size, self._limits)
         return Trial.worst_of([own_trial, later_trial])
 
     def _find_collectives(self, batch_size: int) -> None:

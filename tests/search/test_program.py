@@ -30,8 +30,11 @@ def searched(program, policy=POLICY, earlier_plan=None, also_size=None, **option
     device = program.device_memory
     budget = MemoryRoom(device, options.memory_limit, policy.limit_share)
     progress = SearchProgress(enabled=False)
-    search = BatchSizeSearch(program, budget, options, policy, Ranks(0, 1), progress)
-    return search.run(device="abacus", parameters="2", given_plan=earlier_plan, also_size=also_size)
+    search = BatchSizeSearch(
+        program, budget, options, policy, Ranks(0, 1), progress, device="abacus", parameters="2"
+    )
+    plan = search.run(earlier_plan)
+    return plan if also_size is None else search.with_rehearsal(plan, also_size)
 
 
 def failure_of(program):
@@ -52,8 +55,10 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
     options = SearchOptions(multiple_of=1)
     program = FakeProgram(device, law)
     with Shown(enabled=False) as progress:
-        search = BatchSizeSearch(program, budget, options, POLICY, Ranks(0, 1), progress)
-        result = search.run(device="abacus")
+        search = BatchSizeSearch(
+            program, budget, options, POLICY, Ranks(0, 1), progress, device="abacus"
+        )
+        result = search.run()
     full_steps = [trial.full_steps for trial in result.trials]
     probe_steps = [text for text in texts if text.startswith("run 1 of")]
     assert len(probe_steps) == full_steps[0]
