@@ -1,12 +1,15 @@
-"""GPUs that can be simulated: what CUDA reports of them, and which builds of torch run on them."""
+"""GPUs that can be simulated (``gpus.toml``), and which builds of torch run on them."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import textwrap
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from lightning_batchmem.plan.options import bytes_in
 
@@ -63,263 +66,19 @@ class Gpu:
     source: str
 
 
-def _gib(printed: float) -> int:
-    """Bytes of a number of GiB that torch has printed, rounded to two decimals."""
-    return int(printed * _GIB)
+def _gpu_of(entry: dict[str, Any]) -> Gpu:
+    return Gpu(
+        entry["name"],
+        entry["memory_bytes"],
+        tuple(entry["capability"]),
+        entry.get("multiprocessors"),
+        entry.get("l2_cache_bytes"),
+        entry["source"],
+    )
 
 
-def _mib(printed: int | float) -> int:
-    return int(printed * _MIB)
-
-
-# Drivers report different totals for one GPU; the least that was found is taken. _NOTES explains
-# the sources. "gls" is at commit e20f22d0, and "xla" at 4336d12e (h100_sxm at 0774019d, b200 at
-# 300ec95a). All sources were read on 2026-11-26.
-_GPUS = (
-    Gpu("P100", 17066885120, (6, 0), 56, _mib(4), "xla p100.txtpb (SXM2)"),
-    Gpu(
-        "V100-16GB",
-        16928342016,
-        (7, 0),
-        80,
-        _mib(6),
-        "gls V100_x8; xla v100.txtpb has 8 MiB more, kchengiva/Shift-GCN#34 has 15.78 GiB",
-    ),
-    Gpu(
-        "V100-32GB",
-        _gib(31.74),
-        (7, 0),
-        80,
-        _mib(6),
-        "liucongg/ChatGLM-Finetuning#73, haotian-liu/LLaVA#812; SMs and L2 of V100-16GB",
-    ),
-    Gpu(
-        "T4",
-        _gib(14.56),
-        (7, 5),
-        40,
-        _mib(4),
-        "Zheng-Chong/CatVTON#133; older drivers 14.75 (NVIDIA/DALI#1813, also SMs); L2:"
-        " chiemon.github.io",
-    ),
-    Gpu(
-        "RTX-2080-Ti",
-        11523260416,
-        (7, 5),
-        68,
-        _mib(5.5),
-        "gist jkrauska/d25e9dfc (driver of CUDA 10.1); ispc-lab/TMA#5 has 10.76 GiB",
-    ),
-    Gpu(
-        "RTX-3060",
-        12626493440,
-        (8, 6),
-        28,
-        _mib(2.25),
-        "lshmouse/ai-playground experimental/cuda_example (12 GB, driver of CUDA 12.1)",
-    ),
-    Gpu("RTX-3070", 8351318016, (8, 6), 46, _mib(4), "gls RTX3070 (driver of CUDA 12.4)"),
-    Gpu(
-        "RTX-3080",
-        10485956608,
-        (8, 6),
-        68,
-        _mib(5),
-        "gls RTX3080 (10 GB, driver of CUDA 12.4); zai-org/CogVideo#34 has 9.78 GiB",
-    ),
-    Gpu(
-        "RTX-3090",
-        25286672384,
-        (8, 6),
-        82,
-        _mib(6),
-        "Jumperkables/cuda-benchmarking 00_deviceQuery; gls RTX3090 has 23.59,"
-        " vllm-project/vllm#16343 has 23.68 GiB",
-    ),
-    Gpu(
-        "RTX-4060-Ti-16GB",
-        _gib(15.55),
-        (8, 9),
-        34,
-        _mib(32),
-        "boson-ai/higgs-audio#48; gls RTX4060Ti has 15.70 GiB, also SMs and L2",
-    ),
-    Gpu(
-        "RTX-4070",
-        _gib(11.62),
-        (8, 9),
-        46,
-        _mib(36),
-        "danbev/learning-ai notes/cuda.md (driver of CUDA 12.6)",
-    ),
-    Gpu(
-        "RTX-4080",
-        _mib(16049),
-        (8, 9),
-        76,
-        None,
-        "brainglobe/brainglobe.github.io cellfinder/troubleshooting/speed-up.md (driver not known)",
-    ),
-    Gpu(
-        "RTX-4090",
-        _gib(23.52),
-        (8, 9),
-        128,
-        _mib(72),
-        "pytorch/torchchat#1341 (driver 560); gls RTX4090 has 23.64 GiB, also SMs and L2",
-    ),
-    Gpu(
-        "RTX-5090",
-        33677180928,
-        (12, 0),
-        170,
-        _mib(96),
-        "aikitoria/open-gpu-kernel-modules#1; NVIDIA/nccl#1637 has 3 MiB more",
-    ),
-    Gpu(
-        "A10",
-        23595909120,
-        (8, 6),
-        72,
-        _mib(6),
-        "gls A10; aalanwyr/face2cuda step2cuda has 13 MiB more",
-    ),
-    Gpu(
-        "A10G",
-        _mib(22587),
-        (8, 6),
-        80,
-        _mib(6),
-        "TorchCodec's page on CUDA decoding; AUTOMATIC1111/stable-diffusion-webui#1259 has"
-        " 22.49 GiB",
-    ),
-    Gpu("A30", _gib(23.53), (8, 0), None, None, "google/RB-Modulation#5"),
-    Gpu("A40", 47608692736, (8, 6), 84, _mib(6), "gls A40x10"),
-    Gpu("L4", 23570219008, (8, 9), 58, _mib(48), "gls L4; bottlerocket-kernel-kit#139 has 21.96"),
-    Gpu("L40", _gib(44.40), (8, 9), None, None, "QwenLM/Qwen3-VL#2097"),
-    Gpu(
-        "L40S",
-        47576711168,
-        (8, 9),
-        142,
-        _mib(96),
-        "alvarobartt/cuda-device-query README; stepfun-ai/Step-Video-T2V#8 has 44.42, gls L40S"
-        " 44.52, Wan-Video/Wan2.1#205 44.53 GiB",
-    ),
-    Gpu("RTX-A4000", _gib(15.61), (8, 6), None, None, "DengKaiCQ/VGGT-Long#6 (driver not known)"),
-    Gpu("RTX-A5000", _gib(23.68), (8, 6), None, None, "zai-org/GLM-4#730 (driver 535)"),
-    Gpu("RTX-A6000", 47834660864, (8, 6), 84, _mib(6), "gls RTX_A6000_x9 (ECC is on)"),
-    Gpu(
-        "RTX-A6000-ECC-off",
-        _mib(48676),
-        (8, 6),
-        84,
-        _mib(6),
-        "pytorch/ao torchao/prototype/hqq/README.md; L2: xla a6000.txtpb",
-    ),
-    Gpu(
-        "RTX-2000-Ada",
-        16856776704,
-        (8, 9),
-        22,
-        _mib(24),
-        "gls RTX2000Ada (ECC is off, driver of CUDA 12.4)",
-    ),
-    Gpu(
-        "RTX-4000-Ada",
-        21125267456,
-        (8, 9),
-        48,
-        _mib(40),
-        "gls RTX4000Ada (ECC is off, driver of CUDA 12.4)",
-    ),
-    Gpu(
-        "RTX-6000-Ada",
-        _gib(44.43),
-        (8, 9),
-        142,
-        _mib(96),
-        "DINGYANB/MTVCrafter#21 (ECC is on); SMs and L2: gls RTX6000Ada_x8",
-    ),
-    Gpu("RTX-6000-Ada-ECC-off", 51002867712, (8, 9), 142, _mib(96), "gls RTX6000Ada_x8"),
-    Gpu(
-        "A100-40GB",
-        42298834944,
-        (8, 0),
-        108,
-        _mib(40),
-        "bottlerocket-os/bottlerocket#3873, xla a100_sxm_40.txtpb; TianheWu/CoSeR#10 has 39.50"
-        " GiB, a driver of CUDA 11.0 had 38.61 (ekondis/mixbench#18)",
-    ),
-    Gpu(
-        "A100-80GB",
-        _mib(81049),
-        (8, 0),
-        108,
-        _mib(40),
-        "ekondis/mixbench#47 (PCIe); gls A100SXMx4 has 79.26, HiDream-ai/VAREdit#6 79.25 GiB",
-    ),
-    Gpu("H100-PCIe", 84942979072, (9, 0), 114, _mib(50), "xla h100_pcie.txtpb"),
-    Gpu(
-        "H100",
-        84942979072,
-        (9, 0),
-        132,
-        _mib(50),
-        "xla h100_sxm.txtpb (SXM); gls H100SXMx8 has 79.20 GiB",
-    ),
-    Gpu("H100-NVL", 99861594112, (9, 0), 132, _mib(60), "gls H100NVLx2"),
-    Gpu("GH200", 101468602368, (9, 0), 132, _mib(60), "gls GH200 (96 GB)"),
-    Gpu(
-        "H200",
-        150021734400,
-        (9, 0),
-        132,
-        _mib(60),
-        "gls H200; ai-bot-pro/achatbot skywork_r1v.py has 139.80 GiB",
-    ),
-    Gpu(
-        "B200",
-        _gib(178.35),
-        (10, 0),
-        148,
-        _mib(126.5),
-        "pytorch/ao#4002; xla b200.txtpb has 178.36 GiB",
-    ),
-)
-
-# Other names: those that torch reports, and those of renting offers.
-_OTHER_NAMES = {
-    "P100-16GB": "P100",
-    "P100-PCIE-16GB": "P100",
-    "P100-SXM2-16GB": "P100",
-    "V100-PCIE-16GB": "V100-16GB",
-    "V100-SXM2-16GB": "V100-16GB",
-    "V100-PCIE-32GB": "V100-32GB",
-    "V100-SXM2-32GB": "V100-32GB",
-    "RTX-3060-12GB": "RTX-3060",
-    "RTX-3080-10GB": "RTX-3080",
-    "RTX-6000-Ada-Generation": "RTX-6000-Ada",
-    "RTX-4000-Ada-Generation": "RTX-4000-Ada",
-    "RTX-2000-Ada-Generation": "RTX-2000-Ada",
-    "A100-PCIE-40GB": "A100-40GB",
-    "A100-SXM-40GB": "A100-40GB",
-    "A100-SXM4-40GB": "A100-40GB",
-    "A100-80GB-PCIe": "A100-80GB",
-    "A100-PCIE-80GB": "A100-80GB",
-    "A100-SXM-80GB": "A100-80GB",
-    "A100-SXM4-80GB": "A100-80GB",
-    "H100-80GB-HBM3": "H100",
-    "H100-SXM": "H100",
-    "H100-SXM5": "H100",
-    "GH200-480GB": "GH200",
-}
-
-# Names of several GPUs, which are refused.
-_NAMES_OF_SEVERAL = {
-    "A100": ("A100-40GB", "A100-80GB"),
-    "V100": ("V100-16GB", "V100-32GB"),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+_GPUS = [_gpu_of(entry) for entry in _TABLE["gpus"]]
 
 
 def gpu_named(text: str) -> Gpu:
@@ -329,7 +88,7 @@ def gpu_named(text: str) -> Gpu:
     key = _key(text)
     if key in _GPU_OF_KEY:
         return _GPU_OF_KEY[key]
-    for name, choices in _NAMES_OF_SEVERAL.items():
+    for name, choices in _TABLE["names_of_several"].items():
         if key == _key(name):
             raise ValueError(f"{name} is the name of several GPUs: choose {' or '.join(choices)}")
     near = dict.fromkeys(
@@ -426,9 +185,11 @@ def _key(text: str) -> str:
 
 
 def _gpus_by_key() -> dict[str, Gpu]:
-    by_name = {gpu.name: gpu for gpu in _GPUS}
-    by_name |= {other: by_name[name] for other, name in _OTHER_NAMES.items()}
-    return {key: gpu for name, gpu in by_name.items() for key in _keys(name)}
+    found = {}
+    for gpu, entry in zip(_GPUS, _TABLE["gpus"], strict=True):
+        for name in (gpu.name, *entry.get("other_names", ())):
+            found.update(dict.fromkeys(_keys(name), gpu))
+    return found
 
 
 def _wrapped(text: str, *, indent: str = "") -> str:
