@@ -199,8 +199,7 @@ class InPassedLoaders:
 
     @property
     def value(self) -> object:
-        if self.in_attribute.exists:
-            return self.in_attribute.value
+        # The attribute may be one that nothing reads.
         return next((loader_batch_size(loader) for loader in self.source.passed_loaders()), None)
 
     def write(self, batch_size: int) -> None:

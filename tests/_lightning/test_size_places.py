@@ -188,6 +188,14 @@ def test_a_resumed_run_whose_loader_is_passed_now(first, fit, device, tmp_path):
         assert finder.plan.batch_size == max(sizes.seen) > CONSTANT
 
 
+def test_the_size_of_a_passed_loader_is_that_of_the_project(search, device):
+    """The attribute may be one that nothing reads."""
+    module = Lawful(device, law, batch_size=64)
+    plan = search(module, options={"objective": "recipe"}, train_dataloaders=loader(CONSTANT))
+    assert plan.project_batch_size == CONSTANT
+    assert plan.batch_size == module.batch_size == CONSTANT
+
+
 OF_ALL = loader(CONSTANT)
 
 
