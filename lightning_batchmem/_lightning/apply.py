@@ -184,8 +184,15 @@ def _set_logged(
         return
     attribute.set_logged(value)
     for logger in attribute.trainer.loggers:
-        log = partial(_log_hyperparams, logger.log_hyperparams, attribute, before, value)
+        log = _Guard(_log_hyperparams, logger.log_hyperparams, attribute, before, value)
         undo.enter_context(replaced(logger, log_hyperparams=log))
+
+
+class _Guard(partial[None]):
+    """Takes the place of the method of a logger whose copies have the method itself."""
+
+    def __reduce__(self) -> Any:
+        return partial, self.args[:1]
 
 
 def _log_hyperparams(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
 from types import MemberDescriptorType
@@ -37,7 +37,7 @@ def muted_callback(callback: Callback) -> Any:
     key = value_or_none("The state_key of a callback", getattr, callback, "state_key")
     # A progress bar has the last three.
     silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
-    return _muted(callback, silent, state_key=key)
+    return _muted(muted_callback, callback, silent, state_key=key)
 
 
 def muted_logger(logger: Logger) -> Any:
@@ -49,23 +49,27 @@ def muted_logger(logger: Logger) -> Any:
         # A descriptor of the class may raise any error.
         if name[0] != "_" and callable(value_or_none("A class of the project", getattr, kind, name))
     ]
-    return _muted(logger, methods, experiment=cached_property(_muted_experiment))
+    experiment = cached_property(_muted_experiment)
+    return _muted(muted_logger, logger, methods, experiment=experiment)
 
 
 def muted_profiler(profiler: Profiler) -> Any:
     """A profiler that reads like ``profiler``, and records nothing."""
     methods = [name for name in dir(Profiler) if name[0] != "_"]
     # Lightning calls it at every hook.
-    return _muted(profiler, methods, profile=PassThroughProfiler().profile)
+    return _muted(muted_profiler, profiler, methods, profile=PassThroughProfiler().profile)
 
 
-def _muted(owner: object, silent: Iterable[str], **instead: object) -> Any:
+def _muted(
+    mute: Callable[[Any], Any], owner: object, silent: Iterable[str], **instead: object
+) -> Any:
     """An object of a subclass that reads like ``owner``, which does not change.
 
     Its methods are those that the owner has, but they read and change copies of the owner's
     containers, tensors and random generators.
 
     Args:
+        mute: the function that makes it.
         owner: the object.
         silent: names of methods that do nothing.
         **instead: attributes of the subclass, instead of those that the owner has.
@@ -87,6 +91,8 @@ def _muted(owner: object, silent: Iterable[str], **instead: object) -> Any:
         },
         **dict.fromkeys(silent, _nothing),
         **instead,
+        # This class cannot be found by its name. A copy is made of the owner.
+        "__reduce_ex__": lambda *_: (mute, (owner,)),
     }
     # A metaclass of the project may register what it makes, and so may its own __new__.
     muted_kind = type.__new__(type(kind), kind.__name__, (Muted, kind), namespace)

@@ -1,5 +1,7 @@
 """Accumulation for a target, the learning rate, and notes on both."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -378,6 +380,22 @@ def test_a_logger_that_refuses_a_nested_size_and_a_rate(fit, device, tmp_path):
     assert (module.scheme.bs, module.lr) == (400, pytest.approx(0.4))
     assert float(logger.params["lr_of_training"]) == pytest.approx(0.4)
     assert logger.params["bs_of_training"] == "400"
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_logger_is_copied_without_the_training(fit, device, tmp_path, make_copy):
+    copies = []
+
+    class Copies(Logged):
+        def on_train_start(self):
+            copies.append(make_copy(self.logger))
+
+    options = {"objective": "memory", "lr_scaling": "linear"}
+    fit(Copies(device), BatchFinder(**options), device, logger=CSVLogger(tmp_path))
+    copied = copies[-1]
+    copied.log_hyperparams({"own": 1})
+    assert copied.experiment.hparams["own"] == 1
+    assert "trainer" not in repr(vars(copied)).lower()
 
 
 def test_another_error_of_a_logger_is_raised(fit, device, tmp_path):

@@ -1,6 +1,7 @@
 """Callbacks and loggers that steps of a search read."""
 
 import copy
+import pickle
 import types
 from collections import Counter
 from unittest.mock import Mock
@@ -188,11 +189,25 @@ def test_special_methods_and_containers_of_other_types_are_those_of_the_search()
     assert (registry.values, registry.counts) == ([1], Counter())
 
 
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
 def test_a_muted_callback_can_be_copied(make_copy):
     copied = make_copy(muted_callback(Registry()))
     copied.setup()
     assert len(copied) == 1
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_a_muted_logger_writes_nothing(make_copy, tmp_path):
+    muted = muted_logger(CSVLogger(tmp_path / "logs"))
+    copied = make_copy(muted)
+    copied.log_metrics({"loss": 1.0})
+    copied.save()
+    assert (copied.save_dir, list(tmp_path.iterdir())) == (muted.save_dir, [])
+    make_copy(muted_profiler(SimpleProfiler())).start("step")
 
 
 class Lazy:
