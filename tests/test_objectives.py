@@ -496,6 +496,18 @@ def test_each_fit_starts_from_the_size_before_the_first(
     assert len(set(limits)) == len(set(texts)) == 1
 
 
+def test_each_fit_for_a_target_names_the_steps_of_the_project(fit, device):
+    """For a target ``limit_train_batches`` stays as it is."""
+    finder = BatchFinder(target_batch_size=64, max_batch_size=16)
+    arguments = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 40}
+    trainer = fit(Scaled(device, law, 32), finder, device, **arguments)
+    first = finder.plan.training
+    assert "40 -> 10 steps" in first
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(trainer.lightning_module)
+    assert finder.plan.training == first
+
+
 def test_a_size_that_is_put_back_keeps_the_accumulation_of_the_project(fit, device):
     module = Scaled(device, law, 8)
     finder = BatchFinder(objective="recipe", max_batch_size=4)

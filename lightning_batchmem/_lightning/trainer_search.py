@@ -196,6 +196,9 @@ class TrainerSearch:
             followed = self._maker(options).followed(setting, clean_start)
             before = project_recipe(followed, options, learning_rate, self.earlier)
             now = self.trainer.accumulate_grad_batches
+            # For a target the limits of the Trainer stay as they are.
+            if options.target_batch_size is not None:
+                now = before.accumulate_grad_batches
             ratio = Fraction(before.accumulate_grad_batches, now)
             before, _ = self._in_training(before, followed.loaders, ratio)
             later = None if found is None else found.program
