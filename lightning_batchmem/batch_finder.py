@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 from weakref import ref
@@ -31,7 +32,6 @@ from lightning_batchmem._lightning.strategies import check_strategy
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
-    datamodules_of,
     is_fast_dev_run,
     set_callbacks,
     trains_no_more,
@@ -155,8 +155,8 @@ class BatchFinder(Callback):
     _is_simulated = False
 
     # The plan of each training in this process, with an object that has the size since then. Not
-    # every object has a hash.
-    _plans_of_process: ClassVar[list[tuple[ref[Any], Plan]]] = []
+    # every object has a hash. The last ones are enough for the folds of a cross validation.
+    _plans_of_process: ClassVar[deque[tuple[ref[Any], Plan]]] = deque(maxlen=100)
 
     @names_our_arguments
     def __init__(
@@ -280,17 +280,8 @@ class BatchFinder(Callback):
                 is_budget=options.budget,
             )
             setting.check_budget()
-            owners = [pl_module, *datamodules_of(trainer), *setting.source.passed_loaders()]
-            earlier = None
-            for owner, plan in self._plans_of_process:
-                # An earlier fit may have had another finder.
-                if any(owner() is one for one in owners):
-                    earlier = plan
-            given_plan = self._given_plan
-            # Another finder has other arguments.
-            found = self._plan_in_place(setting)
-            if found is not None and found.verified:
-                given_plan = given_plan or found
+            earlier = self._earlier_plan(setting)
+            given_plan = self._given_plan or self._plan_in_place(setting)
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer, options, earlier)
             # A resumed run continues with it, without a search.
@@ -311,7 +302,7 @@ class BatchFinder(Callback):
                 setting = setting.at(plan.place)
             plan = apply_to_training(setting, plan, run.undo)
             self.plan = self._plan_of_fit = plan
-            self._plans_of_process.extend((ref(one), plan) for one in owners)
+            self._plans_of_process.extend((ref(one), plan) for one in setting.owners)
             run.begin_training(plan, search.watch(plan) if saved_plan is None else None)
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
@@ -407,11 +398,21 @@ class BatchFinder(Callback):
             setting.write(plan.batch_size)
             self._report(trainer, plan)
 
+    def _earlier_plan(self, setting: BatchSizeSetting) -> Plan | None:
+        """The plan of the last fit of this project, which may have had another finder."""
+        earlier = None
+        for owner, plan in self._plans_of_process:
+            if any(owner() is one for one in setting.owners):
+                earlier = plan
+        return earlier
+
     def _plan_in_place(self, setting: BatchSizeSetting) -> Plan | None:
-        """The plan of an earlier fit if the project still has its size."""
-        plan = self._plan_of_fit
-        is_in_place = plan is not None and setting.at(plan.place).size == plan.batch_size
-        return plan if is_in_place else None
+        """The verified plan of an earlier fit of this project if it still has the size."""
+        plan = self._earlier_plan(setting)
+        # Another finder has other arguments.
+        if plan is None or plan != self._plan_of_fit or not plan.verified:
+            return None
+        return plan if setting.at(plan.place).size == plan.batch_size else None
 
     def _search_in(
         self, trainer: Trainer, options: SearchOptions, earlier: Plan | None = None

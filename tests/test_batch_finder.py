@@ -7,6 +7,7 @@ import re
 import signal
 import traceback
 from unittest.mock import MagicMock, Mock, create_autospec
+from weakref import ref
 
 import pytest
 import torch
@@ -362,6 +363,35 @@ def test_an_evaluation_after_a_fit_keeps_its_size(trained, stage, caplog):
         getattr(trainer, stage)(module, dataloaders=passed)
         assert finder.plan is not plan
         finder.plan = plan
+
+
+def test_another_module_that_has_this_size_too_is_searched(trained):
+    """Whatever its size is, the plan was found for other layers."""
+    module, trainer, finder = trained
+    found = finder.plan
+    other = RatedEvaluated(finder.device_memory(None))
+    other.batch_size = found.batch_size
+    other.factor = 8
+    trainer.test(other)
+    assert finder.plan.batch_size == max(other.evaluated) < found.batch_size == other.batch_size
+    use = other.use
+    other.use = lambda size: use(size // 16)
+    trainer.fit(other)
+    assert finder.plan.batch_size > found.batch_size
+    # Back to the first one.
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module)
+    assert finder.plan.batch_size == found.batch_size
+
+
+def test_plans_of_a_process_are_no_leak(search, device):
+    plans = BatchFinder._plans_of_process
+    for _ in range(plans.maxlen):
+        plans.append((ref(device), None))
+    search(Lawful(device, law))
+    assert len(plans) == plans.maxlen
+    assert plans[-1][1].batch_size == FOUND
+    plans.clear()
 
 
 def test_an_evaluation_that_fails_restores_the_size_of_the_project(reads_here, device):

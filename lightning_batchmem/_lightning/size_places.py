@@ -143,9 +143,7 @@ class InAttribute:
     def name(self) -> str:
         return self.attribute.path
 
-    @property
-    def text(self) -> str:
-        return self.attribute.path
+    text = name
 
     @property
     def exists(self) -> bool:
@@ -164,7 +162,8 @@ class InAttribute:
                 f"`{self.name}` must be an attribute that can be set, got {type(error).__name__}:"
                 f" {error}"
             ) from error
-        if self.exists and (actual := self.value) != batch_size:
+        attribute = self.attribute
+        if attribute.exists and (actual := attribute.value) != batch_size:
             raise ValueError(
                 f"`{self.name}` must keep the value it is set to, got {actual} after it was set to"
                 f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
@@ -178,24 +177,11 @@ class InAttribute:
 
 
 @dataclass(frozen=True)
-class InPassedLoaders:
+class InPassedLoaders(InAttribute):
     """The loaders that were passed, and the attribute with the size if there is one."""
 
     source: DataSource
-    in_attribute: InAttribute
     exists = True
-
-    @property
-    def name(self) -> str:
-        return self.in_attribute.name
-
-    @property
-    def text(self) -> str:
-        return self.in_attribute.text
-
-    @property
-    def attribute(self) -> ProjectAttribute:
-        return self.in_attribute.attribute
 
     @property
     def value(self) -> object:
@@ -208,11 +194,11 @@ class InPassedLoaders:
         check_one_size([size for size in sizes if size], self.source.hook, self.name)
         for loader in loaders:
             set_loader_batch_size(loader, batch_size)
-        self.in_attribute.write(batch_size)
+        super().write(batch_size)
 
     def keep(self) -> Callable[[], None]:
         undo = ExitStack()
-        undo.callback(self.in_attribute.keep())
+        undo.callback(super().keep())
         undo.callback(keep_sizes(self.source.passed_loaders()))
         return undo.close
 

@@ -30,6 +30,7 @@ from lightning_batchmem._lightning.size_places import (
     SizeNotFollowedError,
     SizePlace,
 )
+from lightning_batchmem._lightning.trainer_state import datamodules_of
 from lightning_batchmem.batches.batch_sampler import single_samples
 from lightning_batchmem.batches.budget_batches import BUDGET_FACTOR
 from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
@@ -46,16 +47,16 @@ def batch_size_setting(
     trainer: Trainer, module: LightningModule, source: DataSource, path: str, *, is_budget: bool
 ) -> BatchSizeSetting:
     """The setting of a stage: the attribute at ``path``, or the loaders that were passed."""
-    in_attribute = InAttribute(ProjectAttribute(trainer, module, path))
-    place: SizePlace = in_attribute
+    attribute = ProjectAttribute(trainer, module, path)
+    place = InAttribute(attribute)
     if source.passed and is_budget:
         # Loaders that exist already do not read an attribute of the module.
         owners = [
             owner for loader in source.passed_loaders() for owner in _owners_of_budget(loader)
         ]
-        place = InAttribute(ProjectAttribute(trainer, module, path, tuple(owners)))
+        place = InAttribute(replace(attribute, owners=tuple(owners)))
     elif source.passed:
-        place = InPassedLoaders(source, in_attribute)
+        place = InPassedLoaders(attribute, source)
     return BatchSizeSetting(trainer, module, source, place, is_budget)
 
 
@@ -85,6 +86,11 @@ class BatchSizeSetting:
     def attribute(self) -> ProjectAttribute | None:
         """The attribute that is set, which may not exist; ``None`` if the size is in no one."""
         return self.place.attribute
+
+    @property
+    def owners(self) -> list[Any]:
+        """The objects that may have the size, or make its loaders."""
+        return [self.module, *datamodules_of(self.trainer), *self.source.passed_loaders()]
 
     @property
     def size(self) -> int | None:
