@@ -77,7 +77,7 @@ class Growth:
         batches_run: batches that a rehearsal kept together, so that there was room for them.
         is_of_epoch: whether the batches are those of an epoch, because something at its end may
             free memory, and not those of the training.
-        is_of_validation: whether steps of the validation in a training keep them.
+        is_of_validation: whether steps of an evaluation keep them, also in a training.
     """
 
     batch_bytes: int
@@ -113,13 +113,16 @@ class Growth:
 
     def note(self, room_bytes: float) -> str:
         """A sentence for a plan whose rehearsal left this much room."""
-        whole = "an epoch"
-        # What an epoch frees is kept on purpose.
-        advice = ""
-        if not self.is_of_epoch:
-            whole = "the training"
-            advice = " Keep loss.item() or loss.detach() instead of the loss."
-        number = "" if self.batches is None else f", and {whole} has {self.batches:,}"
+        whole = "the training has"
+        advice = " Keep loss.item() or loss.detach() instead of the loss."
+        if self.is_of_validation:
+            whole = "all evaluations have"
+            advice = " Let their end hook free it."
+        if self.is_of_epoch:
+            whole = f"an {'evaluation' if self.is_of_validation else 'epoch'} has"
+            # What an epoch frees is kept on purpose.
+            advice = ""
+        number = "" if self.batches is None else f", and {whole} {self.batches:,}"
         return (
             f"{GROWTH_NOTE} {mib(self.batch_bytes)} more each time: if it goes on, about"
             f" {self.batches_run + max(0, room_bytes) // self.batch_bytes:,.0f} steps fit{number}."

@@ -138,7 +138,7 @@ def _measure_growth(
                 int(batches) if math.isfinite(batches) else None,
                 consecutive.num_calls,
                 is_of_epoch=steps.frees_at_epoch_end,
-                is_of_validation=steps is not meter.program.primary,
+                is_of_validation=steps is meter.program.evaluation,
             )
         )
 

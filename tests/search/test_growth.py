@@ -184,6 +184,21 @@ def test_what_the_end_of_a_validation_frees_counts_for_its_batches(search, devic
     growth = plan.trials[-1].growth
     assert growth == Growth(MIB, 10, 7, is_of_epoch=True, is_of_validation=True)
     assert plan.verified
+    assert plan.notes[0].endswith("steps fit, and an evaluation has 10.")
+
+
+@pytest.mark.parametrize("is_in_training", [True, False])
+def test_what_all_evaluations_keep(reads_here, device, is_in_training):
+    class KeepsAll(KeepsInValidation):
+        on_validation_epoch_end = LightningModule.on_validation_epoch_end
+
+    finder = BatchFinder(objective="memory", max_batch_size=64, min_steps_per_epoch=None)
+    finder.device_memory = lambda _: device
+    trainer = quiet_trainer(finder, max_epochs=3, limit_train_batches=1)
+    (trainer.fit if is_in_training else trainer.validate)(KeepsAll(device, 0))
+    batches = 30 if is_in_training else 10
+    note = f"and all evaluations have {batches}. Let their end hook free it."
+    assert finder.plan.notes[0].endswith(note)
 
 
 LIMIT = 475 * MIB
