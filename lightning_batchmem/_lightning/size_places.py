@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 # This function is private in lightning 2.5.0 to 2.6.6.
 from lightning.fabric.utilities.data import _replace_value_in_saved_args
@@ -96,28 +96,33 @@ class SizeNotFollowedError(ValueError):
     """The loaders do not follow the size at this place, but may do so at another one."""
 
 
-class SizePlace(Protocol):
-    """One place of the batch size."""
+@dataclass(frozen=True)
+class InAttribute:
+    """An attribute that the project reads when it makes its loaders.
+
+    Args:
+        attribute: the attribute, which may not exist.
+    """
+
+    attribute: ProjectAttribute
 
     @property
     def name(self) -> str:
         """The name of the size in sentences."""
+        return self.attribute.path
 
-    @property
-    def text(self) -> str:
-        """The place as a plan has it: the path of an attribute, or the call of a hook."""
-
-    @property
-    def attribute(self) -> ProjectAttribute | None:
-        """The attribute that is set too if it exists; ``None`` if none is set."""
+    text = name
+    """The place as a plan has it: the path of an attribute, or the call of a hook."""
 
     @property
     def exists(self) -> bool:
         """Whether the project has this place."""
+        return self.attribute.exists
 
     @property
     def value(self) -> object:
         """The value as the project has it now, of any type; ``None`` without one."""
+        return self.attribute.value
 
     def write(self, batch_size: int) -> None:
         """Set the size.
@@ -125,35 +130,6 @@ class SizePlace(Protocol):
         Raises:
             ValueError: if it cannot be set.
         """
-
-    def keep(self) -> Callable[[], None]:
-        """Record the size; returns a function that restores it."""
-
-    def sets_loaders_of(self, source: DataSource) -> bool:
-        """Whether the loaders of this origin get the size after the project has made them."""
-
-
-@dataclass(frozen=True)
-class InAttribute:
-    """An attribute that the project reads when it makes its loaders."""
-
-    attribute: ProjectAttribute
-
-    @property
-    def name(self) -> str:
-        return self.attribute.path
-
-    text = name
-
-    @property
-    def exists(self) -> bool:
-        return self.attribute.exists
-
-    @property
-    def value(self) -> object:
-        return self.attribute.value
-
-    def write(self, batch_size: int) -> None:
         try:
             self.attribute.set(batch_size)
         # A setter or a read-only configuration may raise any exception.
@@ -170,9 +146,11 @@ class InAttribute:
             )
 
     def keep(self) -> Callable[[], None]:
+        """Record the size; returns a function that restores it."""
         return self.attribute.keep()
 
     def sets_loaders_of(self, source: DataSource) -> bool:
+        """Whether the loaders of this origin get the size after the project has made them."""
         return False
 
 
@@ -250,6 +228,10 @@ class InHook:
     def _attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = vars(self.source.owner)
         return attributes
+
+
+SizePlace = InAttribute | InHook
+"""One place of the batch size. Both have the same methods."""
 
 
 def check_one_size(sizes: Sequence[int], hook: str, name: str) -> None:
