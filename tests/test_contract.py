@@ -54,6 +54,7 @@ assert ALL_STEPS < QUICK < CASES.keys()
 # test_find.py has searches with a worker.
 @pytest.mark.usefixtures("reads_here")
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
+@pytest.mark.filterwarnings("ignore:The 'file' of Lines cannot be copied")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES],
@@ -76,6 +77,7 @@ def test_no_trace(name: str, tmp_path: Path) -> None:
     [
         "data_set_in_shared_memory",
         "collate_that_counts_in_shared_memory",
+        "data_set_that_reads_on_in_a_file",
         "parts_that_own_something",
         "data_set_that_fetches_batches",
     ],

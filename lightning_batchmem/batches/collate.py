@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -32,21 +31,7 @@ def copied_collate(collate: Callable[[Any], Any], restored: Mapping[int, object]
         restored: objects whose state is restored after the search, by their ids. They are not
             copied.
     """
-    copies = Copies(dict(restored))
-    copied = _copied_callable(collate, copies)
-    return _RestoredCollate(copied, copies) if copies.has_exchanges else copied
-
-
-@dataclass
-class _RestoredCollate:
-    """A collate function of which some parts are those of the project, restored after each call."""
-
-    collate: Callable[[Any], Any]
-    copies: Copies
-
-    def __call__(self, samples: Any) -> Any:
-        with self.copies:
-            return self.collate(samples)
+    return _copied_callable(collate, Copies(dict(restored)))
 
 
 def _copied_callable(collate: Any, copies: Copies) -> Any:

@@ -19,7 +19,6 @@ from lightning_batchmem.batches.samples import (
     arguments_of_worker,
     may_start_worker,
 )
-from lightning_batchmem.batches.shared_memory import RestoredMemory
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 
@@ -55,18 +54,6 @@ def read_isolated(
     Raises:
         RuntimeError: if memory runs out, or the worker takes longer.
     """
-    # A sampler may refer to the data set, so all of them are copied at once.
-    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
-    with RestoredMemory(parts, "data set"):
-        return _read_isolated(loader, parts, read, timeout_seconds)
-
-
-def _read_isolated(
-    loader: DataLoader[Any],
-    parts: dict[str, Any],
-    read: Callable[[DataLoader[Any]], Any],
-    timeout_seconds: float,
-) -> Any:
     if may_start_worker(loader):
         try:
             return _read_in_worker(_Reading(loader, read), timeout_seconds)
@@ -81,6 +68,8 @@ def _read_isolated(
                 f" {error_text(error)}"
             )
     copies = Copies()
+    # A sampler may refer to the data set, so all of them are copied at once.
+    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
     view = _in_this_process(loader)
     # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
     vars(view).update(copies.copy_parts(parts, "data set"))

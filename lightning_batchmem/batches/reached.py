@@ -30,9 +30,7 @@ _NOT_ENTERED = (
 )
 
 
-def reached_from(
-    root: object, left_out: Iterable[int] = (), *, most: float = float("inf")
-) -> Iterator[Any]:
+def reached_from(root: object, left_out: Iterable[int] = ()) -> Iterator[Any]:
     """Yield ``root`` and the objects to which it leads, level by level, and each of them once.
 
     Tuples, lists and dicts are entered, but not yielded: most objects of a data set are such.
@@ -40,7 +38,6 @@ def reached_from(
     Args:
         root: the first object.
         left_out: ids of objects that are left out, with what only they lead to.
-        most: no further level is entered after so many objects.
     """
     seen: dict[int, Any] = dict.fromkeys(left_out)
     level: list[Any] = [root]
@@ -49,9 +46,6 @@ def reached_from(
         for key in new.keys() & seen.keys():
             del new[key]
         yield from (value for value in new.values() if type(value) not in _CONTAINERS)
-        most -= len(new)
-        if most < 0:
-            return
         # The references keep the objects alive, so that no id is used twice.
         seen |= new
         # The type is asked, since an object may answer for its class with code of its own.

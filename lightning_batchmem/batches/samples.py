@@ -39,7 +39,6 @@ from lightning_batchmem.batches.sample_bytes import (
     without_views,
 )
 from lightning_batchmem.batches.sample_sizes import SampleSizes
-from lightning_batchmem.batches.shared_memory import RestoredMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied
@@ -134,8 +133,7 @@ def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[
     samples are those whose bytes the sizes contain.
     """
     try:
-        with RestoredMemory(loader.dataset, "data set"):
-            samples, sizes = _read(loader, measure)
+        samples, sizes = _read(loader, measure)
     # Out of memory has many types. Every other error is raised again.
     except Exception as error:
         if is_out_of_memory(error):

@@ -6,13 +6,16 @@ import ctypes
 import io
 import logging
 import math
+import mmap
 import random
+import re
 import socket
 import threading
 import types
 from array import array
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,12 +31,26 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
-from lightning_batchmem.batches.shared_memory import BUFFERS, memory_of, write_back
+
+# The last class is that of all data of ctypes, which has no public name.
+_BUFFERS = (bytearray, array, mmap.mmap, memoryview, ctypes.c_int.__mro__[2])
 
 
 def memory_bytes(value: Any) -> int:
     """Return the size of memory that is not an object of Python; 0 for any other object."""
-    return sum(size for _, size in memory_of(value)) if isinstance(value, BUFFERS) else 0
+    return len(_memory_of(value)) if isinstance(value, _BUFFERS) else 0
+
+
+def _memory_of(buffer: Any) -> memoryview:
+    """The bytes of a buffer, which may be written; none where there is nothing to restore."""
+    # A closed buffer has no memory, and one that is read-only does not change.
+    with suppress(ValueError, TypeError, BufferError):
+        view = memoryview(buffer)
+        # What a pointer leads to may be gone later. Names of fields are between colons.
+        has_pointers = re.search("[OPXZz&]", re.sub(":[^:]*:", "", view.format))
+        if not (view.readonly or has_pointers):
+            return view.cast("B")
+    return memoryview(b"")
 
 
 def restore_of(value: Any) -> Callable[[], object] | None:
@@ -57,9 +74,8 @@ def restore_of(value: Any) -> Callable[[], object] | None:
         return partial(value.seek, value.tell())
     if isinstance(value, (bytearray, array)):
         return partial(value.__setitem__, slice(None), value[:])
-    if isinstance(value, BUFFERS):
-        saved = [ctypes.string_at(*one) for one in memory_of(value)]
-        return partial(_restore_memory, value, saved)
+    if isinstance(value, _BUFFERS):
+        return partial(_restore_memory, value, bytes(_memory_of(value)))
     return None
 
 
@@ -69,12 +85,15 @@ def _set_state(value: Any, state: Any) -> None:
         value.__setstate__(state)
 
 
-def _restore_memory(value: Any, saved: list[bytes]) -> str | None:
-    ranges = memory_of(value)
+def _restore_memory(buffer: Any, saved: bytes) -> str | None:
+    # No view is kept, since a buffer with one cannot be closed.
+    view = _memory_of(buffer)
     # A step may have closed or resized it.
-    if [size for _, size in ranges] != [*map(len, saved)]:
+    if len(view) != len(saved):
         return "its size"
-    write_back(ranges, saved)
+    # Pages that have not changed are not written.
+    if bytes(view) != saved:
+        view[:] = saved
     return None
 
 

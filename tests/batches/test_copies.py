@@ -72,14 +72,6 @@ class Holds:
     collate = __call__
 
 
-class Collates(Owner):
-    def __call__(self, samples):
-        self.read()
-        return default_collate(samples)
-
-    collate = __call__
-
-
 class Order(Owner, Sampler):
     def __len__(self):
         return 40
@@ -113,21 +105,10 @@ def test_a_part_that_owns_something_is_not_copied(kind, method, bound, recwarn):
     copied([torch.zeros(1)])
     del copied
     assert holds.calls == 0
-    holds.owner.assert_unchanged()
+    # The snapshot of the project restores it.
+    assert holds.owner.reads == [2]
+    assert (holds.owner.folder / "table").exists()
     assert not recwarn
-
-
-@pytest.mark.parametrize("method", ["__call__", "collate"])
-def test_a_collate_function_that_owns_something_keeps_its_state_between_calls(method):
-    collates = Collates()
-    copied = copied_collate(collates if method == "__call__" else collates.collate, {})
-    copied([torch.zeros(1)])
-    copied([torch.zeros(1)])
-    assert collates.reads == [0]
-    with copied.copies:
-        assert collates.reads == [2]
-    del copied
-    collates.assert_unchanged()
 
 
 def test_a_sampler_that_owns_something():

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import shutil
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -567,6 +568,43 @@ class CountsInSharedMemory:
         return x + 0.01 * self.calls.value, y  # type: ignore[attr-defined]
 
 
+class LockedCounts:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls = [0]
+
+
+class LockedCollate:
+    """Counts in an object that cannot be copied."""
+
+    def __init__(self) -> None:
+        self.counts = LockedCounts()
+
+    def __call__(self, samples: list[Any]) -> Any:
+        with self.counts.lock:
+            self.counts.calls[0] += 1
+        x, y = default_collate(samples)
+        return x + 0.01 * self.counts.calls[0], y
+
+
+class Lines(Noisy):
+    """Reads on in a file that stays open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with tempfile.NamedTemporaryFile("w", delete=False) as file:
+            file.write("\n".join(map(str, range(10_000))))
+        self.file = Path(file.name).open()  # noqa: SIM115
+        Path(file.name).unlink()
+
+    def __del__(self) -> None:
+        self.file.close()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + 0.001 * float(self.file.readline()), y
+
+
 class Owning:
     """Has a folder that is removed with this object, and counts."""
 
@@ -1096,6 +1134,12 @@ CASES = {
     "data_set_in_shared_memory": Case(Plain, fit=given(lambda size: shuffled(size, Cached()))),
     "collate_that_counts_in_shared_memory": Case(
         Plain, fit=given(lambda size: shuffled(size, collate_fn=CountsInSharedMemory()))
+    ),
+    "collate_that_cannot_be_copied": Case(
+        Plain, fit=given(lambda size: shuffled(size, collate_fn=LockedCollate()))
+    ),
+    "data_set_that_reads_on_in_a_file": Case(
+        Plain, fit=given(lambda size: shuffled(size, Lines()))
     ),
     "parts_that_own_something": Case(Plain, fit=given(all_owning)),
     "data_set_that_fetches_batches": Case(OfFetched, fit=given(fetched)),
