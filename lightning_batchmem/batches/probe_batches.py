@@ -19,7 +19,7 @@ from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.batches.sample_bytes import batched_bytes, held_bytes
+from lightning_batchmem.batches.sample_bytes import batched_sizes, held_bytes
 from lightning_batchmem.batches.sample_sizes import (
     LargestSum,
     LongestSample,
@@ -262,6 +262,8 @@ class _LoaderBatches:
         self.samples, sizes = read_samples(loader, measure)
         self.notes: list[str] = []
         self.choice = TypicalSamples(sizes)
+        # Those of the longest sample, padded to the longest of each part.
+        self.longest_bytes = self.choice.longest_bytes
         self.is_ragged = sizes.is_ragged
         # The samples take these bytes in this process.
         self.held_bytes = sum(map(held_bytes, self.samples))
@@ -293,10 +295,6 @@ class _LoaderBatches:
             self.notes.append(
                 f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
             )
-
-    @property
-    def longest_bytes(self) -> int:
-        return self.choice.longest_bytes
 
     def batch_bytes(self, batch_size: int, longest_bytes: int) -> int:
         """Bytes of a batch; ``longest_bytes`` are those of the longest sample on any rank."""
@@ -355,9 +353,12 @@ class _LoaderBatches:
         largest = by_bytes[-1]
         try:
             # The samples are copies, since a collate function may write to them.
-            _, tensor_count = batched_bytes(self._collate, [copied(self.samples[largest])])
+            longest = [copied(self.samples[i]) for i in sizes.longest]
+            padded_bytes = batched_sizes(self._collate, longest)[0] // len(longest)
+            self.longest_bytes = max(self.longest_bytes, padded_bytes)
+            _, *lengths = batched_sizes(self._collate, [copied(self.samples[largest])])
             both = [copied(self.samples[largest]), copied(self.samples[smallest])]
-            both_bytes, both_count = batched_bytes(self._collate, both)
+            both_bytes, *both_lengths = batched_sizes(self._collate, both)
         # A user's function may need samples of one length, of which the longest are safe. It may
         # raise any exception.
         except Exception:  # noqa: BLE001
@@ -367,4 +368,4 @@ class _LoaderBatches:
         added_bytes = both_bytes - sizes.sample_bytes[largest]
         is_sum = 2 * added_bytes < sizes.sample_bytes[largest] + sizes.sample_bytes[smallest]
         # If there are more tensors, or none, the model combines the samples and may pad them.
-        return "by their sum" if both_count == tensor_count > 0 and is_sum else "by padding"
+        return "by their sum" if len(both_lengths) == len(lengths) > 0 and is_sum else "by padding"

@@ -17,14 +17,14 @@ from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
 _DTYPES_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
-def batched_bytes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, int]:
-    """Bytes of a batch and the number of its tensors.
+def batched_sizes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, ...]:
+    """Bytes of a batch, and the lengths of its tensors in each dimension.
 
     Names and paths count only in a batch without tensors.
     """
     # The containers are new, since a collate function may take its samples apart.
     counter = _ByteCounter(collate([copied(sample, share_tensors=True) for sample in samples]))
-    return counter.tensor_bytes or counter.other_bytes, counter.tensor_count
+    return counter.tensor_bytes or counter.other_bytes, *counter.lengths
 
 
 def held_bytes(samples: object) -> int:
@@ -44,7 +44,7 @@ class _ByteCounter(pickle.Pickler):
         # A pickler only calls the method `write` of its file.
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensor_bytes = 0
-        self.tensor_count = 0
+        self.lengths: list[int] = []
         self.other_bytes = 0
         self.dump(value)
 
@@ -55,7 +55,7 @@ class _ByteCounter(pickle.Pickler):
         # Tensors of other layouts contain strided tensors, which are counted.
         if isinstance(value, Tensor) and value.layout is torch.strided:
             self.tensor_bytes += value.nbytes
-            self.tensor_count += 1
+            self.lengths += value.shape
             return "tensor"
         return None
 

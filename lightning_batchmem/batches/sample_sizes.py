@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -31,6 +32,8 @@ class SampleSizes:
     is_complete: bool = False
     # A sentence about samples that could not be read; empty if all could.
     left_out: str = ""
+    # Bytes of each available sample, and the lengths of its tensors.
+    parts: Sequence[tuple[int, ...]] = ()
 
     @property
     def difference(self) -> str:
@@ -63,6 +66,17 @@ class SampleSizes:
     def by_bytes(self) -> list[int]:
         """Positions of the available samples, from the smallest one to the largest one."""
         return sorted(range(len(self.sample_bytes)), key=self.sample_bytes.__getitem__)
+
+    @property
+    def longest(self) -> list[int]:
+        """Positions of the largest sample, and of the longest of each part, as audio and text.
+
+        A sample that is the longest in several ways is there once.
+        """
+        order = self.by_bytes[::-1]
+        columns = zip(*self.parts, strict=False)
+        longest = [max(order, key=column.__getitem__) for column in columns]
+        return [*dict.fromkeys([order[0], *longest])]
 
 
 class TypicalSamples:
@@ -97,7 +111,8 @@ class TypicalSamples:
 class LongestSample(TypicalSamples):
     """Batches repeat the longest sample, since a batch is as long as its longest sample.
 
-    Samples that are equally long take turns. Where no batch of a training can exceed the largest
+    Samples that are equally long take turns. The longest of each part, such as audio and text,
+    are there too, as far as a batch has room. Where no batch of a training can exceed the largest
     samples together, batches have these, each of them once.
 
     Args:
@@ -117,6 +132,7 @@ class LongestSample(TypicalSamples):
         self._is_random = joins and not is_sorted
         self._order = sizes.by_bytes[::-1]
         in_order = [sizes.sample_bytes[position] for position in self._order]
+        self._longest = sizes.longest if joins else self._order[:1]
         # Samples of equally many bytes may have several shapes.
         self._num_longest = in_order.count(self.longest_bytes) if joins else 1
         self._num_distinct = self._num_longest
@@ -127,8 +143,9 @@ class LongestSample(TypicalSamples):
 
     def positions(self, count: int) -> list[int]:
         if count <= self._num_distinct:
-            return self._order[:count]
-        return [self._order[number % self._num_longest] for number in range(count)]
+            return [*dict.fromkeys(self._longest + self._order)][:count]
+        repeated = [self._order[number % self._num_longest] for number in range(count)]
+        return (self._longest + repeated)[:count]
 
     def other_positions(self, count: int, index: int) -> list[int]:
         if self._is_random:

@@ -12,7 +12,8 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
+from operator import gt
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from lightning_batchmem.batches.batch_sampler import JoinedSample, copied_sample
 from lightning_batchmem.batches.copies import Copies
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
 from lightning_batchmem.batches.sample_bytes import (
-    batched_bytes,
+    batched_sizes,
     held_bytes,
     pickled,
     without_views,
@@ -55,11 +56,14 @@ LEFT_OUT = "The search left out"
 
 _TIMED_OUT = "DataLoader timed out"
 
+# A sample may have thousands of tensors, and most batches have fewer than ten.
+_MOST_SIZES = 32
+
 
 class MeasuredSample(NamedTuple):
-    # The size is None if there is no sample, which collate functions leave out.
-    size: float | None
-    batch_bytes: int
+    # Bytes of a batch of the sample, and lengths of its tensors. Nothing if there is no sample,
+    # which collate functions leave out.
+    sizes: tuple[int, ...]
     # Whether the sample is one of those that are spread over the data set.
     is_spread: bool
     # The list contains the sample, pickled by a worker, or nothing if the sample is not needed.
@@ -85,8 +89,9 @@ class SampleMeasure:
     # A training reads no more than this many of the first samples; inf where their order is random.
     reached: float = math.inf
     spread_count: int = 0
-    smallest_size: float = math.inf
-    largest_size: float = -math.inf
+    is_ragged: bool = False
+    # The largest of the sizes until now, each of any sample.
+    largest: tuple[int, ...] = ()
 
     def __call__(self, samples: Any) -> MeasuredSample:
         # A data set may fetch a list, of the one sample here, or a batch that it has joined.
@@ -94,27 +99,25 @@ class SampleMeasure:
         sample = samples[0] if is_list else JoinedSample(samples)
         if sample is None:
             # It is only kept until there is another.
-            is_first = self.largest_size == -math.inf
-            return MeasuredSample(None, 0, False, [self._sent(sample)] if is_first else [])
+            return MeasuredSample((), False, [] if self.largest else [self._sent(sample)])
         try:
-            batch_bytes, _ = batched_bytes(self.collate, [sample])
+            sizes = batched_sizes(self.collate, [sample])[:_MOST_SIZES]
         # A user's function may need more samples than one, and raise any exception for one.
         except Exception:  # noqa: BLE001
-            batch_bytes = held_bytes(sample)
-        size = float(batch_bytes)
-        uses_largest = self.worst_case != "typical"
-        is_needed = uses_largest and size > self.largest_size
-        self.largest_size = max(size, self.largest_size)
-        self.smallest_size = min(size, self.smallest_size)
+            sizes = (held_bytes(sample),)
+        largest = tuple(map(max, zip_longest(sizes, self.largest, fillvalue=0)))
+        is_needed = self.worst_case != "typical" and largest != self.largest
+        self.is_ragged |= sizes != (self.largest or sizes)
+        self.largest = largest
         # Of samples of one size, a batch needs no more. Of others, it needs the largest ones.
-        is_ragged = self.needs_all_sizes and self.smallest_size < self.largest_size
-        is_spread = self.room_bytes >= 0 and (is_ragged or self.spread_count < self.most_samples)
+        needs_all = self.needs_all_sizes and self.is_ragged
+        is_spread = self.room_bytes >= 0 and (needs_all or self.spread_count < self.most_samples)
         sent = [self._sent(sample)] if is_needed or is_spread else []
         if is_spread:
             self.room_bytes -= len(sent[0]) if type(sent[0]) is bytes else held_bytes(sent[0])
             is_spread = self.room_bytes >= 0 or self.spread_count == 0
             self.spread_count += is_spread
-        return MeasuredSample(size, batch_bytes, is_spread, sent if is_needed or is_spread else [])
+        return MeasuredSample(sizes, is_spread, sent if is_needed or is_spread else [])
 
     def _sent(self, sample: Any) -> Any:
         """The sample as it is returned.
@@ -282,9 +285,9 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
 
     Samples that raise an error are left out, unless no sample can be read.
     """
-    samples: list[Any] = []
     errors: list[Exception] = []
-    sample_bytes: list[int] = []
+    # First the samples that are spread over the data set.
+    kept: list[tuple[tuple[int, ...], Any]] = []
     sizes: list[float] = []
     spread_count = 0
     is_ragged = False
@@ -293,24 +296,25 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     try:
         for num_read, measured in enumerate(_each_measured(reader, errors), 1):
             for sent in measured.samples:
-                # The sample takes the place of the one that was the largest until now.
-                del samples[spread_count:]
-                del sample_bytes[spread_count:]
+                # The sample takes the place of those that were the largest until now.
+                kept[spread_count:] = [
+                    one for one in kept[spread_count:] if any(map(gt, one[0], measured.sizes))
+                ]
                 # The bytes are those of a child of this process.
-                samples.append(pickle.loads(sent) if reader.num_workers else copied(sent))  # noqa: S301
-                sample_bytes.append(measured.batch_bytes)
+                sample = pickle.loads(sent) if reader.num_workers else copied(sent)  # noqa: S301
+                kept.insert(spread_count, (measured.sizes, sample))
                 spread_count += measured.is_spread
             if num_read == 1:
                 # The time begins anew here, since the start of a worker may take longer than all
                 # samples.
                 start = time.monotonic()
-            if measured.size is not None:
-                sizes.append(measured.size)
-                is_ragged |= measured.size != sizes[0]
+            if measured.sizes:
+                sizes.append(float(measured.sizes[0]))
+                is_ragged |= measured.sizes != kept[0][0]
             seconds = time.monotonic() - start
             if seconds > measure.policy.scan_seconds:
                 break
-            none_can_be_read = not samples and len(errors) >= measure.policy.equal_sizes
+            none_can_be_read = not kept and len(errors) >= measure.policy.equal_sizes
             if none_can_be_read or num_read >= _enough(measure, seconds, is_ragged=is_ragged):
                 break
         else:
@@ -321,7 +325,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     finally:
         # The reset ends the worker now. The traceback of an error would keep it.
         CombinedLoader(reader).reset()
-    if errors and not samples:
+    if errors and not kept:
         raise errors[0]
     left_out = ""
     if errors:
@@ -329,7 +333,11 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
             f"{LEFT_OUT} {len(errors):,} of {num_read:,} samples that could not be read"
             f" ({error_text(errors[0])}). A training that reaches them ends there."
         )
-    return samples, SampleSizes(sizes, sample_bytes, is_ragged, is_complete, left_out)
+    parts = [of_sample for of_sample, _ in kept]
+    # Nothing is there if each sample is None.
+    sample_bytes = [sum(of_sample[:1]) for of_sample in parts]
+    sizes_of_samples = SampleSizes(sizes, sample_bytes, is_ragged, is_complete, left_out, parts)
+    return [sample for _, sample in kept], sizes_of_samples
 
 
 def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator[MeasuredSample]:
@@ -346,7 +354,7 @@ def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator
                 raise
             # Only the first one is raised, and a traceback would keep its sample.
             errors.append(error.with_traceback(None) if errors else error)
-            measured = MeasuredSample(None, 0, False, [])
+            measured = MeasuredSample((), False, [])
         yield measured
 
 

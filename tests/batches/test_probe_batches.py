@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -55,6 +56,108 @@ def test_the_largest_of_many_samples_are_as_large_as_random_batches():
     batch, _ = batches(dataset, policy=policy, collate_fn=pad, shuffle=True).batch(40)
     assert len(set(batch[:, 0].tolist())) == 40
     assert batches(dataset, policy=policy, collate_fn=pad).batch(40)[0].shape == (40, 50)
+
+
+# Lengths of audio and of text, which hardly go together. The largest sample has index 7.
+AUDIO = {7: 30, 8: 29, 9: 28}
+TEXT = {40: 12, 41: 11}
+
+
+def both_lengths(index):
+    return AUDIO.get(index, 4), TEXT.get(index, 3)
+
+
+def padded_pair(samples):
+    audio, text = zip(*samples, strict=True)
+    return pad(audio), pad(text)
+
+
+def in_a_dictionary(samples):
+    """Arrays, and texts that become numbers here."""
+    audio = [torch.from_numpy(sample["in"]["audio"]) for sample in samples]
+    text = [torch.ones(len(sample["text"].split())) for sample in samples]
+    return {"audio": pad(audio), "text": pad(text)}
+
+
+def in_lists(samples):
+    return [padded_pair([tuple(map(torch.tensor, sample)) for sample in samples])]
+
+
+TWO_PARTS = {
+    "tensors": (
+        lambda audio, text: (torch.zeros(audio), torch.zeros(text, dtype=torch.uint8)),
+        padded_pair,
+        tuple,
+    ),
+    "array and text in a dictionary": (
+        lambda audio, text: {"in": {"audio": np.zeros(audio)}, "text": "x " * text},
+        in_a_dictionary,
+        lambda batch: (batch["audio"], batch["text"]),
+    ),
+    "lists of integers": (
+        lambda audio, text: ([0] * audio, [0] * text),
+        in_lists,
+        lambda batch: batch[0],
+    ),
+    "a list that the step pads": (
+        lambda audio, text: (torch.zeros(audio), torch.zeros(text, dtype=torch.uint8)),
+        list,
+        padded_pair,
+    ),
+}
+
+
+@pytest.mark.parametrize("worst_case", [None, "longest"])
+@pytest.mark.parametrize("name", TWO_PARTS)
+def test_a_batch_has_the_longest_sample_of_each_part(name, worst_case):
+    sample, collate, parts_of = TWO_PARTS[name]
+    probe = batches(
+        changed(lambda index: sample(*both_lengths(index))), worst_case, collate_fn=collate
+    )
+    for size in (2, 3, 60):
+        audio, text = parts_of(probe.batch(size)[0])
+        assert (tuple(audio.shape), tuple(text.shape)) == ((size, 30), (size, 12))
+    audio, text = parts_of(probe.batch(1)[0])
+    # The largest sample by its bytes.
+    assert (audio.shape[1], text.shape[1]) == (30, 3)
+
+
+def test_without_room_the_longest_sample_of_each_part_is_kept():
+    sample, collate, _ = TWO_PARTS["tensors"]
+    dataset = changed(lambda index: sample(*both_lengths(index)))
+    probe = batches(dataset, room_bytes=0, collate_fn=collate)
+    audio, text = probe.batch(9)[0]
+    assert (audio.shape, text.shape) == ((9, 30), (9, 12))
+    # The first sample that was read is there too.
+    assert len(probe._of_loaders[0].samples) <= 3
+
+
+def test_workers_hold_batches_that_are_padded_in_each_part():
+    sample, collate, _ = TWO_PARTS["tensors"]
+    dataset = changed(lambda index: sample(*both_lengths(index)))
+    probe = batches(dataset, collate_fn=collate, num_workers=1)
+    assert probe.longest_bytes == [30 * 4 + 12]
+    assert probe.shared_bytes(20) == 3 * 20 * (30 * 4 + 12)
+
+
+def padded_images(images):
+    height = max(len(image) for image in images)
+    width = max(image.shape[-1] for image in images)
+    return torch.zeros(len(images), height, width)
+
+
+@pytest.mark.parametrize("collate", [padded_images, list])
+def test_images_of_equal_bytes_may_be_tall_or_wide(collate):
+    dataset = changed(lambda index: torch.zeros((4, 9) if index % 9 else (9, 4)))
+    probe = batches(dataset, collate_fn=collate)
+    assert probe.is_ragged
+    images = probe.batch(2)[0]
+    assert padded_images(images).shape == (2, 9, 9)
+
+
+def test_samples_that_are_joined_need_one_shape():
+    probe = batches(changed(lambda index: torch.zeros((4, 9) if index % 9 else (9, 4))))
+    assert len({image.shape for image in probe.batch(3)[0]}) == 1
 
 
 def test_batches_are_as_long_as_the_longest_sample_of_all():
