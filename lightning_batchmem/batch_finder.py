@@ -109,8 +109,8 @@ class BatchFinder(Callback):
             follow ``batch_size``. Set it if several attributes may be meant.
         worst_case: which samples the search uses: ``"longest"`` takes the largest one (of up to
             10,000), ``"typical"`` spreads them over the data set. Default: if they differ in size,
-            the largest ones if the collate function pads, and samples as in the largest of 1,000
-            random batches if it concatenates.
+            the largest ones if the collate function pads, with the longest of each tensor, and
+            samples as in the largest of 1,000 random batches if it concatenates.
         target_batch_size: samples per optimizer step over all ranks: sets
             ``accumulate_grad_batches``, and a batch size that divides it. Set it to use the batch
             of a paper on your device. Default: see ``objective``.

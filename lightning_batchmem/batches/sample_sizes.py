@@ -133,6 +133,8 @@ class LongestSample(TypicalSamples):
         self._order = sizes.by_bytes[::-1]
         in_order = [sizes.sample_bytes[position] for position in self._order]
         self._longest = sizes.longest if joins else self._order[:1]
+        if len(self._longest) > 1:
+            self.text = "of the largest samples, with the longest of each tensor"
         # Samples of equally many bytes may have several shapes.
         self._num_longest = in_order.count(self.longest_bytes) if joins else 1
         self._num_distinct = self._num_longest
