@@ -1047,35 +1047,6 @@ def test_on_the_host(tmp_path):
     assert 5 <= finder.plan.batch_size <= 12
 
 
-class Wide(Deep):
-    """Has gradients of 16 MiB, which are most of what is live in a step besides what lasts."""
-
-    def __init__(self, batch_size=2):
-        super().__init__(batch_size)
-        self.layer = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 2047))
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).mean()
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_are_known_apart_on_the_host(tmp_path, accumulate):
-    finder = BatchFinder(max_batch_size=8, objective="memory")
-    trainer = quiet_trainer(
-        finder, max_steps=2, default_root_dir=tmp_path, accumulate_grad_batches=accumulate
-    )
-    trainer.fit(Wide())
-    assert finder.plan is not None
-    gradient_bytes = 4 * (17 * 2048 + 2049 * 2047)
-    largest_bytes = 4 * 2048 * 2047
-    for trial in finder.plan.trials:
-        if trial.kind == "probe":
-            growing_bytes = trial.without_gradients_bytes - trial.fixed_bytes
-            # A second micro batch makes gradients that are added to those of the first.
-            growing_bytes -= largest_bytes * (accumulate - 1)
-            assert 0 < growing_bytes < 0.01 * gradient_bytes < trial.growing_bytes
-
-
 # --- settings of the trainer that a size may break
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -30,24 +29,15 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         other_bytes: bytes that are live at the beginning, besides storages.
         device_type: the device of the storages.
-        parameters: the parameters whose gradients are known apart.
-
-    Attributes:
-        without_gradients_bytes: the most bytes besides gradients, up to the last call of
-            :meth:`leave_out_gradients`.
     """
 
-    def __init__(
-        self, other_bytes: int = 0, device_type: str = "cpu", parameters: Iterable[Tensor] = ()
-    ) -> None:
+    def __init__(self, other_bytes: int = 0, device_type: str = "cpu") -> None:
         # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
-        self.without_gradients_bytes = 0
         self._device_type = device_type
-        self._parameters = list(parameters)
         self._live: dict[int, weakref.ref[Any]] = {}
         self._bytes = other_bytes
-        self.reset_peak()
+        self._peak_bytes = other_bytes
 
     @staticmethod
     def is_possible() -> bool:
@@ -85,11 +75,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         self._peak_bytes = self._bytes
-        # References to the storages that were made or freed since then, and their bytes. A storage
-        # has one reference, which no other one gets while it is here.
-        self._changes: list[tuple[object, int]] = []
-        # Backward replaces these gradients.
-        self._old_gradients = self._gradients()
 
     def peak(self) -> MemoryStats:
         return MemoryStats(self._peak_bytes)
@@ -97,34 +82,14 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def current(self) -> MemoryStats:
         return MemoryStats(self._bytes)
 
-    def leave_out_gradients(self) -> None:
-        """Note the most bytes since the last reset besides gradients."""
-        gradients = self._gradients()
-        left_out = gradients | self._old_gradients
-        # A storage is known to be a gradient only when backward has ended, so time runs back.
-        changes = [change for one, change in reversed(self._changes) if id(one) not in left_out]
-        peak_bytes = self._bytes - sum(gradients.values()) - min(accumulate(changes, initial=0))
-        self.without_gradients_bytes = max(self.without_gradients_bytes, peak_bytes)
-
-    def _gradients(self) -> dict[int, int]:
-        """The ids of the references to the gradients' storages, and their bytes."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        # A sparse gradient grows with the batch.
-        storages = [g.untyped_storage() for g in gradients if g.layout is torch.strided]
-        return {id(self._live[s._cdata]): s.nbytes() for s in storages if s._cdata in self._live}
-
     def _count(self, key: int, storage: Any, size_bytes: int) -> None:
-        def freed(reference: object) -> None:
+        def freed(_: object) -> None:
             del self._live[key]
-            self._change(reference, -size_bytes)
+            self._bytes -= size_bytes
 
         self._live[key] = weakref.ref(storage, freed)
-        self._change(self._live[key], size_bytes)
-
-    def _change(self, reference: object, change_bytes: int) -> None:
-        self._bytes += change_bytes
+        self._bytes += size_bytes
         self._peak_bytes = max(self._peak_bytes, self._bytes)
-        self._changes.append((reference, change_bytes))
 
 
 class RequestedBytes:
@@ -231,9 +196,6 @@ class PhasePeaks:
         if self.phase is None:
             return
         peak_bytes, reserved_bytes, _ = self._counter.peak()
-        if isinstance(self._counter, LiveStorages) and self.phase != "optimizer_step":
-            # What an optimizer step makes does not grow with the batch.
-            self._counter.leave_out_gradients()
         if peak_bytes > self._peaks.get(self.phase, -1):
             self._peaks[self.phase] = peak_bytes
         if reserved_bytes is not None:

@@ -54,7 +54,9 @@ class Largest:
         if len(known.ran) == 1:
             size = _second_size(known)
         else:
-            size = int(min(policy.probe_share * known.first_rehearsal_size, highest))
+            size = int(min(policy.probe_share * known.predicted_size, highest))
+            if known.limits.is_host:
+                size = min(size, int(known.certain_size))
             if not known.limits.catches_errors:
                 # Small sizes may hide what grows behind a larger part that does not.
                 size = min(size, growth * last)
@@ -201,7 +203,7 @@ def _largest_second_size(known: TrialsSoFar) -> float:
     if known.limits.catches_errors:
         return max(known.size_at_limit, following)
     # Gradients may be most of what seems to grow, so the next size may fit where none seems to.
-    return max(known.first_rehearsal_size, min(following, known.most_held_size))
+    return min(max(known.predicted_size, following), known.certain_size)
 
 
 def _size_between(low: int, high: float, known: TrialsSoFar) -> int:

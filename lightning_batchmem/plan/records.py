@@ -157,8 +157,6 @@ class Trial:
             ahead; in the search the samples that it keeps. The larger of both counts.
         fixed_bytes: bytes of tensors that last from one step to the next, without gradients; 0
             where it is not known.
-        without_gradients_bytes: most bytes of tensors outside an optimizer step, without gradients;
-            0 where gradients are not counted apart.
         largest_batch_bytes: bytes of the largest training batch, as the module gets it; 0 where it
             is not known.
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
@@ -183,7 +181,6 @@ class Trial:
     needed_bytes: int = 0
     set_aside_bytes: int = 0
     fixed_bytes: int = 0
-    without_gradients_bytes: int = 0
     largest_batch_bytes: int = 0
     step_seconds: float | None = None
     samples_per_second: float | None = None
@@ -208,12 +205,6 @@ class Trial:
         """The most that may grow with the size; at least 1. An optimizer step does not grow."""
         peaks = [peak for phase, peak in self.phase_peak_bytes.items() if phase != "optimizer_step"]
         return max(1, max(peaks, default=self.peak_bytes) - self.fixed_bytes)
-
-    @property
-    def sample_bytes(self) -> float:
-        """The most bytes of tensors that a further sample may add; gradients do not grow."""
-        highest_bytes = self.without_gradients_bytes or self.fixed_bytes + self.growing_bytes
-        return max(1, highest_bytes - self.fixed_bytes) / self.batch_size
 
     @property
     def failure(self) -> str:
@@ -245,11 +236,6 @@ class Trial:
         }
         return replace(self, phase_peak_bytes=peaks)
 
-    def without_gradients(self) -> Trial:
-        """The same trial, with one peak: that without gradients, and what is set aside."""
-        peak_bytes = self.without_gradients_bytes + self.set_aside_bytes
-        return replace(self, phase_peak_bytes={"forward": peak_bytes})
-
     @property
     def is_known(self) -> bool:
         """Whether this version knows the outcome and the kind; a later one may have others."""
@@ -280,7 +266,6 @@ class Trial:
             needed_bytes=max(trial.needed_bytes for trial in trials),
             set_aside_bytes=max(trial.set_aside_bytes for trial in trials),
             fixed_bytes=min(trial.fixed_bytes for trial in trials),
-            without_gradients_bytes=max(trial.without_gradients_bytes for trial in trials),
             largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
             step_seconds=max(
                 (t.step_seconds for t in trials if t.step_seconds is not None), default=None

@@ -65,8 +65,6 @@ def decide(
     if not known.ran:
         if lowest < known.smallest_failed:
             return NextSize(lowest, "probe")
-        if known.holds_too_much:
-            return _not_verified(known)
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
     objective = objective_of(limits.options)
     own_size = limits.step.batch_size or 0
@@ -120,25 +118,6 @@ def _first_size(
         return Chosen(highest, "dataset", reason, is_verified=False)
     size = min(max(lowest, rounded(first, limits, up=True)), highest)
     return NextSize(size, "probe")
-
-
-def _not_verified(known: TrialsSoFar) -> Chosen:
-    """A size whose process holds more than the limit, as at every size, although tensors fit."""
-    limits = known.limits
-    trial = known.trials[-1]
-    size = trial.batch_size
-    if limits.step.may_keep:
-        # Another size would change the training, and save nothing.
-        size = limits.step.batch_size or size
-    reason = (
-        f"{limits.unit.size(size)}: tensors fit at {trial.batch_size:,}, but the process took"
-        f" {mib(trial.held_bytes)} there, more than the limit."
-    )
-    note = (
-        f"The process takes more than the limit of {mib(limits.limit_bytes)} at every size."
-        " Raise memory_limit, or use a smaller model."
-    )
-    return Chosen(size, "memory", reason, (note,), is_verified=False)
 
 
 def _empty_range(limits: SearchLimits) -> str:

@@ -60,13 +60,6 @@ class TrialsSoFar:
         return sorted(ran, key=lambda trial: trial.batch_size)
 
     @property
-    def holds_too_much(self) -> bool:
-        """Whether the last size failed on the host although its tensors fit."""
-        last = self.trials[-1]
-        tensors_fit = last.needed_bytes <= self.limits.limit_bytes
-        return self.limits.is_host and last.outcome == "over_limit" and tensors_fit
-
-    @property
     def largest_ran(self) -> int:
         """The largest size that ran; 0 if none did."""
         return self.ran[-1].batch_size if self.ran else 0
@@ -90,20 +83,9 @@ class TrialsSoFar:
 
     @cached_property
     def memory(self) -> MemoryModel | None:
-        """The lines of the probes, with what is set aside; None with fewer than two sizes.
-
-        What grows in backward may be hidden below the gradients that are alive in the forward pass,
-        so there is a line without them.
-        """
+        """The lines of the probes, with what is set aside; None with fewer than two sizes."""
         probes = [trial for trial in self.trials if trial.kind == "probe"]
-        memory = fit_memory([trial.with_set_aside() for trial in probes])
-        known_apart = [trial for trial in probes if trial.without_gradients_bytes]
-        without_gradients = fit_memory([trial.without_gradients() for trial in known_apart])
-        if memory is None or without_gradients is None:
-            return memory
-        return MemoryModel(
-            {**memory.lines, "without gradients": without_gradients.lines["forward"]}
-        )
+        return fit_memory([trial.with_set_aside() for trial in probes])
 
     @cached_property
     def size_at_limit(self) -> float:
@@ -126,29 +108,56 @@ class TrialsSoFar:
         )
 
     @property
-    def most_held_size(self) -> float:
-        """The largest size at which a process on the host may hold no more than the limit.
+    def predicted_size(self) -> float:
+        """The share of the size that fills the limit at which the first rehearsal is."""
+        share = self.policy.rehearsal_share
+        if self.limits.is_host:
+            share = self.policy.host_share
+        elif self.limits.steps_are_collective:
+            share = self.policy.collective_share
+        return share * self.size_at_limit
 
-        What it held at the sizes that ran is measured. Each further live byte may take as many as
-        the share of the host allows, and gradients do not grow.
-        """
-        last = self.ran[-1]
-        held_bytes = max(trial.held_bytes + trial.set_aside_bytes for trial in self.ran)
-        room_bytes = self.limits.limit_bytes - held_bytes
-        sample_bytes = last.sample_bytes
-        if self.memory is not None:
-            # Where nothing grows, a sample takes a byte.
-            sample_bytes = max(1.0, *(line.slope for line in self.memory.lines.values()))
-        return last.batch_size + self.policy.host_share * room_bytes / sample_bytes
+    @property
+    def certain_size(self) -> float:
+        """The largest size whose steps are certain to fit."""
+        # A step may take what a checkpoint needs later. Where there is no room for both, what a
+        # larger step frees stays with the process, and a training was killed.
+        return self._certain_size(self._free_bytes if self._room_bytes > 0 else 0)
 
     @property
     def first_rehearsal_size(self) -> float:
-        """The size of the first rehearsal, as the probes predict it."""
-        if self.limits.is_host:
-            return min(self.policy.host_share * self.size_at_limit, self.most_held_size)
-        is_collective = self.limits.steps_are_collective
-        share = self.policy.collective_share if is_collective else self.policy.rehearsal_share
-        return share * self.size_at_limit
+        """The size of the first rehearsal."""
+        if not self.limits.is_host:
+            return self.predicted_size
+        return min(self.predicted_size, self._certain_size(self._room_bytes))
+
+    @property
+    def _free_bytes(self) -> int:
+        """What the process left of the limit at the sizes that ran."""
+        return self.limits.limit_bytes - max(trial.held_bytes for trial in self.ran)
+
+    @property
+    def _room_bytes(self) -> int:
+        """The same without what is set aside."""
+        return self._free_bytes - max(trial.set_aside_bytes for trial in self.ran)
+
+    def _certain_size(self, room_bytes: int) -> float:
+        """The largest size that takes so many bytes more than the largest that ran.
+
+        What does not last grows at most in proportion to the size, also where lines show nothing
+        yet: backward may make it below gradients that are larger so far.
+
+        Source: with lines of tensors alone, processes were killed that held much besides.
+        """
+        last = self.ran[-1]
+        grown_bytes = last.held_bytes - last.fixed_bytes
+        sample_bytes = 0.0
+        if self.memory is not None:
+            grown_bytes = last.growing_bytes
+            slope = max(line.slope for line in self.memory.lines.values())
+            sample_bytes = slope / self.policy.host_share
+        sample_bytes = max(1.0, sample_bytes, grown_bytes / last.batch_size)
+        return last.batch_size + self.policy.rehearsal_share * room_bytes / sample_bytes
 
     @cached_property
     def speeds(self) -> list[Speed]:

@@ -106,7 +106,6 @@ class TrialMeter:
         held_bytes = None
         if counter is None:
             held_bytes = peaks.peak_reserved_bytes or peaks.peak_bytes
-            held_bytes -= sample_bytes(self.program, self.device)
         return CallReading(peaks, held_bytes, seconds, bool(phases.stepped))
 
     def repeats(self, batch_size: int, *, is_primary: bool) -> bool:
@@ -171,7 +170,7 @@ class TrialMeter:
 
 def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     """A counter that begins with the tensors of the module, and with this many other bytes."""
-    counter = LiveStorages(other_bytes, parameters=program.module.parameters())
+    counter = LiveStorages(other_bytes)
     counter.track([*program.module.parameters(), *program.module.buffers()])
     # Steps may fill a memory bank that none of them reads.
     attributes = [

@@ -17,8 +17,8 @@ class CallReading(NamedTuple):
     """What one call of :meth:`.Steps.run` used, and whether an optimizer stepped in it."""
 
     peaks: StepPeaks
-    # What the process held at most, without the samples of the search; None where live bytes were
-    # counted in a dispatch mode, which takes memory itself.
+    # What the process held at most; None where live bytes were counted in a dispatch mode, which
+    # takes memory itself.
     held_bytes: int | None
     seconds: float
     has_stepped: bool

@@ -282,7 +282,6 @@ class TrialRunner:
             # The search keeps samples, but no checkpoint and no batches of workers.
             set_aside_bytes=max(set_aside_bytes, sample_bytes(self._program, self._device)),
             fixed_bytes=meter.fixed_bytes,
-            without_gradients_bytes=getattr(meter.live, "without_gradients_bytes", 0),
             largest_batch_bytes=self._program.largest_batch_bytes,
             step_seconds=statistics.median(seconds.all) if seconds.all else None,
             samples_per_second=samples_per_second,
@@ -302,10 +301,8 @@ def _outcome(
     """The outcome of a trial whose steps have ended without an error."""
     if trial.kind == "rehearsal" and _would_retry(readings, limits):
         return "allocator_retry"
-    needed_bytes = trial.needed_bytes
-    if limits.is_host:
-        # Lines are fitted to the tensors, but the limit is that of the process.
-        needed_bytes = max(needed_bytes, trial.held_bytes)
+    # On the host the needed bytes are those of tensors, but the limit is that of the process.
+    needed_bytes = max(trial.needed_bytes, trial.held_bytes)
     # The last page of an expandable segment may exceed an enforced limit.
     if needed_bytes > limits.limit_bytes and not is_limit_enforced:
         return "over_limit"

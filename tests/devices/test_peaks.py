@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.peaks import (
@@ -11,7 +10,6 @@ from lightning_batchmem.devices.peaks import (
     RequestedBytes,
     StepPeaks,
 )
-from lightning_batchmem.devices.tensors import bytes_of
 from tests.helpers.wrapped_optimizers import Lookahead
 
 MLP = nn.Sequential(nn.Linear(16, 2), nn.ReLU(), nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
@@ -62,76 +60,6 @@ def test_storages_count_once_and_until_they_are_freed():
         assert (counter.current(), counter.peak()) == (MemoryStats(1040), MemoryStats(1440))
         counter.reset_peak()
     assert counter.peak() == MemoryStats(1040)
-
-
-def growing_bytes(network, size):
-    """Bytes besides gradients and what lasts in a second equal step, and those with gradients."""
-    optimizer = torch.optim.Adam(network.parameters())
-    counter = LiveStorages(parameters=network.parameters())
-    counter.track(network.parameters())
-    phase_peaks = PhasePeaks(counter)
-    with counter:
-        for _ in range(2):
-            phase_peaks.start("forward")
-            loss = network(torch.zeros(size, 100)).mean()
-            optimizer.zero_grad()
-            phase_peaks.enter("backward")
-            loss.backward()
-            phase_peaks.enter("optimizer_step")
-            optimizer.step()
-            peaks = phase_peaks.stop()
-            del loss
-    states = 3 * bytes_of(network.parameters()) + 4 * len(list(network.parameters()))
-    peak_bytes = max(peaks.phase_peak_bytes[phase] for phase in ("forward", "backward"))
-    return counter.without_gradients_bytes - states, peak_bytes - states
-
-
-class Recomputed(nn.Module):
-    """Its forward pass keeps the input only, and backward makes the rest again."""
-
-    def __init__(self):
-        super().__init__()
-        layers = [layer for _ in range(4) for layer in (nn.Linear(100, 100), nn.Sigmoid())]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return checkpoint(self.layers, x, use_reentrant=False)
-
-
-def test_what_grows_is_counted_without_gradients():
-    """Each of four layers has gradients of 40,400 bytes, and outputs of 400 for a sample."""
-    layers = nn.Sequential(*Recomputed().layers)
-    (two, peak_bytes), (three, _) = growing_bytes(layers, 2), growing_bytes(layers, 3)
-    assert peak_bytes > 4 * 40_400 > 10 * two
-    # Outputs of seven layers are alive at once, and two scalars.
-    assert (two, three) == (2 * 7 * 400 + 8, 3 * 7 * 400 + 8)
-
-
-def test_what_backward_makes_again_is_not_hidden_by_gradients_that_were_freed():
-    recomputed, peak_bytes = growing_bytes(Recomputed(), 8)
-    layers = Recomputed().layers
-    kept, _ = growing_bytes(layers, 8)
-    # The peak is that of the forward pass, in which only the gradients of the last step are alive.
-    assert peak_bytes < 4 * 40_400 + kept
-    assert recomputed == kept
-
-
-def test_a_sparse_gradient_grows():
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rows = nn.Embedding(50, 100, sparse=True)
-
-        def forward(self, x):
-            return self.rows(x[:, :1].long())
-
-    network = Rows()
-    counter = LiveStorages(parameters=network.parameters())
-    with counter:
-        network(torch.zeros(8, 100)).sum().backward()
-        gradient = network.rows.weight.grad
-        counter.leave_out_gradients()
-    assert counter.without_gradients_bytes >= gradient._values().nbytes
 
 
 def test_another_dispatch_mode_makes_counting_impossible():

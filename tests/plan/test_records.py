@@ -16,7 +16,6 @@ TRIALS = st.builds(
     held_peak_bytes=st.none() | st.integers(0, 2**50),
     needed_bytes=st.integers(0, 2**50),
     set_aside_bytes=st.integers(0, 2**50),
-    without_gradients_bytes=st.integers(0, 2**50),
     step_seconds=st.none() | st.floats(0, 1e6),
 )
 
@@ -34,12 +33,6 @@ def test_peaks_and_what_is_held_and_grows():
     # Storages that were never written take no memory, so fewer bytes may be held than are live.
     assert replace(trial, held_peak_bytes=90).held_bytes == 90
     assert Trial(4, "out_of_memory", {}).growing_bytes == 1
-
-
-def test_the_most_that_a_further_sample_adds():
-    trial = Trial(4, "ok", {"forward": 140, "optimizer_step": 170}, fixed_bytes=60)
-    assert trial.sample_bytes == (140 - 60) / 4
-    assert replace(trial, without_gradients_bytes=72).sample_bytes == (72 - 60) / 4
 
 
 def test_worst_of_takes_the_worst_of_each_field():
@@ -66,7 +59,6 @@ def test_worst_of_takes_the_worst_of_each_field():
         start_bytes=20,
         set_aside_bytes=9,
         fixed_bytes=50,
-        without_gradients_bytes=70,
         largest_batch_bytes=8,
         step_seconds=0.3,
         full_steps=12,
