@@ -210,7 +210,7 @@ class Trial:
     def failure(self) -> str:
         """What happened at a size that did not pass, as a clause."""
         # On the host the process holds more than its tensors need.
-        needed_bytes = max(self.needed_bytes, self.held_bytes)
+        needed_bytes = max(self.needed_bytes, self.held_bytes + self.set_aside_bytes)
         text = _FAILURES[self.outcome].format(needed=mib(needed_bytes))
         if self.fails_in_validation:
             text += " in the validation"

@@ -303,6 +303,10 @@ def _outcome(
         return "allocator_retry"
     # On the host the needed bytes are those of tensors, but the limit is that of the process.
     needed_bytes = max(trial.needed_bytes, trial.held_bytes)
+    if trial.kind == "rehearsal" and trial.batch_size > limits.min_batch_size:
+        # Where a checkpoint had no room beside what the steps left, a training was killed. No size
+        # below the smallest one could leave more.
+        needed_bytes = max(needed_bytes, trial.held_bytes + trial.set_aside_bytes)
     # The last page of an expandable segment may exceed an enforced limit.
     if needed_bytes > limits.limit_bytes and not is_limit_enforced:
         return "over_limit"

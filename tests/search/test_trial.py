@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.records import Trial
 from lightning_batchmem.search import rehearsal
 from lightning_batchmem.search.limits import RAGGED_SHARE
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.rehearsal import SHORT_REHEARSAL
-from lightning_batchmem.search.trial import TrialRunner
+from lightning_batchmem.search.trial import TrialRunner, _outcome
 from tests.helpers.fake_program import FakeProgram
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, law
 
@@ -366,3 +368,15 @@ def test_batches_of_a_validation_have_their_own_indices(search, device):
     seen = []
     search(Indexed(device, seen.append), options={"max_batch_size": 2}, max_steps=1)
     assert {index for size, index in seen} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "outcome"),
+    [("rehearsal", 3, "over_limit"), ("rehearsal", 2, "ok"), ("probe", 3, "ok")],
+)
+def test_a_checkpoint_has_room_beside_a_rehearsal_above_the_smallest_size(
+    kind, batch_size, outcome
+):
+    limits = SearchLimits(100, 2, 8, "dataset", is_host=True)
+    trial = Trial(batch_size, "ok", {"forward": 60}, kind, held_peak_bytes=80, set_aside_bytes=21)
+    assert _outcome(trial, limits, [], is_limit_enforced=False) == outcome
