@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from io import StringIO, TextIOWrapper
+from io import StringIO
 from typing import Any
 
 from rich.box import MARKDOWN
@@ -50,14 +49,13 @@ class StandardOutput:
         self.error: Exception | None = None
         # A live display of rich replaces the stream by one that prints above the display.
         stream = getattr(sys, "stdout", None)
-        self._stream: Any = _attribute(stream, "rich_proxied_file") or stream
-        self.encoding: str = _attribute(stream, "encoding") or "utf-8"
+        self._stream: Any = getattr(stream, "rich_proxied_file", None) or stream
+        self.encoding: str = getattr(stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
         """Whether this is a terminal, which gets colours."""
-        isatty = _attribute(self._stream, "isatty")
         try:
-            return bool(isatty())
+            return bool(self._stream.isatty())
         # A closed stream raises an error, and a stream of a project may have no such method.
         except Exception:  # noqa: BLE001
             return False
@@ -67,7 +65,9 @@ class StandardOutput:
         # A program without a console has no stream.
         if self.error is None and self._stream is not None:
             try:
-                self._write(text.encode(self.encoding, "backslashreplace"))
+                encoded = text.encode(self.encoding, "backslashreplace")
+                self._stream.write(encoded.decode(self.encoding))
+                self._stream.flush()
             # As in isatty.
             except Exception as error:  # noqa: BLE001
                 self.error = error
@@ -75,31 +75,6 @@ class StandardOutput:
 
     def flush(self) -> None:
         """Do nothing: each text is written at once."""
-
-    def _write(self, data: bytes) -> None:
-        # Another stream, or one whose method was replaced, may pass the text on to others.
-        is_plain = type(self._stream) is TextIOWrapper and "write" not in vars(self._stream)
-        raw = getattr(self._stream.buffer, "raw", None) if is_plain else None
-        if raw is None or os.linesep != "\n":
-            self._stream.write(data.decode(self.encoding))
-            self._stream.flush()
-            return
-        # A buffer would try again at the end of the process, whose exit code would then be that of
-        # an error.
-        self._stream.flush()
-        while data:
-            num_bytes = raw.write(data)
-            if num_bytes is None:
-                raise BlockingIOError("it would block")
-            data = data[num_bytes:]
-
-
-def _attribute(stream: Any, name: str) -> Any:
-    try:
-        return getattr(stream, name, None)
-    # A program may put any object in place of the stream.
-    except Exception:  # noqa: BLE001
-        return None
 
 
 def why_not_printed(what: str | Callable[[Console], object]) -> str:
