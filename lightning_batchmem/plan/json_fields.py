@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -27,20 +26,12 @@ def read_small(path: Path) -> str:
     """
     check_regular(path)
     most_bytes = _MOST_MIB * 2**20
-    # Without waiting: a file of the kernel may have its next line later.
-    with open(path, "rb", opener=_open_without_waiting) as file:
+    with open(path, "rb") as file:
         # The size that a file system tells may be 0, as in /proc.
         content = file.read(most_bytes + 1)
-    if content is None:
-        raise ValueError("it has no content yet")
     if len(content) > most_bytes:
         raise ValueError(f"it is larger than {_MOST_MIB} MiB")
     return content.decode("utf-8")
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # Windows has no such flag.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def check_regular(path: Path) -> None:

@@ -241,17 +241,13 @@ _CHOSEN = {
     "speeds": "speeds",
     "state": "state",
 }
-# Until version 0.5 these fields of the recipe stood beside them.
+# Until version 0.5 these fields of the recipe stood beside them. Those of the project are not read:
+# they are only printed.
 _RECIPE = {
     "ranks": "ranks",
     "accumulate_grad_batches": "accumulate_grad_batches",
     "effective_batch_size": "effective_batch_size",
     "learning_rate": "learning_rate",
-}
-_PROJECT_RECIPE = {
-    "ranks": "ranks",
-    "project_batch_size": "batch_size",
-    "learning_rate_before": "learning_rate",
 }
 
 
@@ -279,8 +275,6 @@ def _in_parts(data: Any) -> Any:
     }
     if "recipe" not in data:
         parts["recipe"] = _named(data, _RECIPE)
-    if "project_recipe" not in data and data.get("project_batch_size") is not None:
-        parts["project_recipe"] = _named(data, _PROJECT_RECIPE)
     return {**data, **parts}
 
 

@@ -138,7 +138,8 @@ class SearchPolicy:
     them find trainings that run out of memory in later steps. With two, 2 of 36 trainings do
     with expandable segments."""
     more_steady_steps: int = 15
-    """More of them where peaks differ. Source: Random depth or image size."""
+    """More of them where peaks differ or steps draw random numbers, repeated until so many have
+    drawn and none needs more. Source: Random depth or image size."""
 
     reading: ReadingPolicy = ReadingPolicy()
 

@@ -164,6 +164,8 @@ class Trial:
         samples_per_second: throughput of this rank, from median steps; under gradient
             accumulation that of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
+        differing_bytes: the highest and the lowest peak of steps on equal batches, which something
+            random may change; empty where they are about equal.
         growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
         notes: sentences about what could not be measured.
         failed_phase: the phase of a training step or a validation in which memory ran out; empty
@@ -185,6 +187,7 @@ class Trial:
     step_seconds: float | None = None
     samples_per_second: float | None = None
     full_steps: int = 0
+    differing_bytes: tuple[int, ...] = ()
     growth: Growth | None = None
     notes: tuple[str, ...] = ()
     failed_phase: str = ""
@@ -275,6 +278,7 @@ class Trial:
                 default=None,
             ),
             full_steps=min(trial.full_steps for trial in trials),
+            differing_bytes=max(trial.differing_bytes for trial in trials),
             growth=max(
                 (trial.growth for trial in trials if trial.growth is not None),
                 key=lambda growth: growth.total_bytes,

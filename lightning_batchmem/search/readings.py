@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from lightning_batchmem.devices.peaks import StepPeaks
 
+DIFFERING_SHARE = 0.1
+"""Peaks differ if one is higher by more than this share. Less is noise of the allocator."""
+
 # Rises that differ by at most this share are nearly the same.
 _SAME_SHARE = 0.1
 
@@ -97,6 +100,26 @@ def phase_peak_bytes(readings: Iterable[StepReading]) -> dict[str, int]:
             for phase, peak_bytes in call.peaks.phase_peak_bytes.items():
                 highest[phase] = max(highest.get(phase, 0), peak_bytes)
     return highest
+
+
+def step_peaks(readings: Iterable[StepReading]) -> list[int]:
+    """Return the highest bytes of each complete step.
+
+    The micro batches of a step differ in any case: only the later ones have gradients.
+    """
+    return [max(call.peaks.peak_bytes for call in one.calls) for one in readings if one.is_complete]
+
+
+def differing_peaks(readings: Iterable[StepReading]) -> tuple[int, ...]:
+    """Return the highest and the lowest peak of the timed steps, which have equal batches.
+
+    Nothing is returned where they are about equal.
+    """
+    peaks = step_peaks(step for step in readings if step.has_times) or [0]
+    highest_bytes, lowest_bytes = max(peaks), min(peaks)
+    if highest_bytes <= (1 + DIFFERING_SHARE) * lowest_bytes:
+        return ()
+    return highest_bytes, lowest_bytes
 
 
 def held_peak_bytes(readings: Iterable[StepReading]) -> int | None:

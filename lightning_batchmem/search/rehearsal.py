@@ -9,7 +9,12 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Growth
 from lightning_batchmem.search.meter import TrialMeter
 from lightning_batchmem.search.program import Program, Steps
-from lightning_batchmem.search.readings import growth_bytes, has_risen
+from lightning_batchmem.search.readings import (
+    DIFFERING_SHARE,
+    growth_bytes,
+    has_risen,
+    step_peaks,
+)
 from lightning_batchmem.search.steps import ConsecutiveSteps
 
 EVALUATION_STEPS = 2
@@ -31,8 +36,8 @@ SHORT_REHEARSAL = 10
 Source: otherwise they have 7 to 25 and more, and would cost as much as such a training.
 """
 
-DIFFERING_SHARE = 0.1
-"""Peaks differ from this share of the highest on. Less is noise of the allocator."""
+MOST_REPEATS = 4
+"""More steady steps are run at most this often."""
 
 
 def rehearse(
@@ -80,21 +85,21 @@ def rehearse(
     with ConsecutiveSteps(meter, primary, batch_size, most_steps) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
         steady = consecutive.run_steady(steady_steps)
-        # The micro batches of a step differ in any case: only the later ones have gradients.
-        peaks_bytes = [max(call.peaks.peak_bytes for call in one.calls) for one in steady]
-        difference_bytes = max(peaks_bytes) - min(peaks_bytes)
-        # If only some of the ranks that step together ran more steps, they would wait forever.
+        peaks = step_peaks(steady)
+        before_bytes = min(peaks)
         # On the host these peaks are those of the resident set, which do not count.
-        if (
-            meter.device.reports_requested_bytes
-            and not is_fragmented
-            # What is kept is measured below, by steps that a short rehearsal has to spare for it.
-            and on_any_rank(
-                difference_bytes > DIFFERING_SHARE * max(peaks_bytes) and not has_risen(steady)
-            )
-        ):
-            # Depth or size of the images may be random.
-            consecutive.run_steady(policy.more_steady_steps)
+        if meter.device.reports_requested_bytes and not is_fragmented:
+            for _ in range(MOST_REPEATS):
+                # Depth or size of the images may be random, and some draw it every tenth step.
+                highest_bytes = max([before_bytes, *peaks])
+                is_higher = highest_bytes > (1 + DIFFERING_SHARE) * before_bytes
+                is_random = 0 < consecutive.num_draws < policy.more_steady_steps
+                # What is kept is measured below, by steps that a short rehearsal has to spare.
+                # If only some of the ranks that step together ran more, they would wait forever.
+                if not on_any_rank((is_higher or is_random) and not has_risen(steady)):
+                    break
+                before_bytes = highest_bytes
+                peaks = step_peaks(consecutive.run_steady(policy.more_steady_steps))
         consecutive.run_others()
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):

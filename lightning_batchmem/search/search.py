@@ -146,6 +146,14 @@ class BatchSizeSearch:
         warnings = slower_notes(chosen.speeds, chosen.batch_size, limits)
         if not self._is_simulated:
             warnings += self._own_size().notes_of_loss(chosen.batch_size)
+        of_steps = [
+            f"Steps on equal batches took {' to '.join(map(mib, trial.differing_bytes[::-1]))}:"
+            " something in them is random, or changes, and the training may need more. A smaller"
+            " memory_limit leaves more room."
+            for trial in self._trials
+            if trial.differing_bytes
+            and (trial.batch_size, trial.kind) == (chosen.batch_size, "rehearsal")
+        ]
         of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
         return Plan(
             replace(chosen, notes=()),
@@ -158,6 +166,7 @@ class BatchSizeSearch:
             ),
             warnings=tuple(warnings),
             notes=(
+                *of_steps,
                 *notes,
                 *chosen.notes,
                 *of_trials,

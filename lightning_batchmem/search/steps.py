@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
+import random
 import time
 from contextlib import nullcontext
+
+import numpy as np
+import torch
 
 from lightning_batchmem.devices.cpu import waited_seconds
 from lightning_batchmem.devices.peaks import LiveStorages
@@ -50,6 +55,8 @@ class ConsecutiveSteps:
         self._calls = 1
         # How often the program has run in these steps.
         self.num_calls = 0
+        # How often it has drawn random numbers on the CPU. Those of dropout are of the device.
+        self.num_draws = 0
 
     def __enter__(self) -> ConsecutiveSteps:
         self._calls = self._steps.begin(self._batch_size)
@@ -177,11 +184,13 @@ class ConsecutiveSteps:
                 steps.make_batch(self._batch_size, index, other_lengths=other_lengths)
                 # A loop may make its batch on the device, which works on it while the host goes on.
                 meter.device.synchronize()
+                states = _random_states()
                 begin = self._seconds()
                 steps.run()
                 self.num_calls += 1
                 meter.device.synchronize()
                 calls.append(meter.end_call(self._seconds() - begin, counter))
+                self.num_draws += _random_states() != states
             after = meter.device.counters()
             if not is_counted_apart:
                 end_bytes = meter.end_bytes()
@@ -215,6 +224,12 @@ class ConsecutiveSteps:
             # Both were read in one turn of this process.
             if waited_seconds() == waited:
                 return now - waited
+
+
+def _random_states() -> bytes:
+    """The random states on the CPU, which change where a random number is drawn."""
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state().numpy())
+    return pickle.dumps(states)
 
 
 def _increase(name: str, before: dict[str, int], after: dict[str, int]) -> int:

@@ -16,12 +16,14 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches
 from lightning_batchmem.search.compiled import forget_compiled
+from lightning_batchmem.search.limits import RAGGED_SHARE
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start, sample_bytes
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import CollectiveDetector, Ranks
 from lightning_batchmem.search.readings import (
     StepReading,
     call_seconds,
+    differing_peaks,
     held_peak_bytes,
     num_caught_errors,
     num_full_steps,
@@ -256,6 +258,13 @@ class TrialRunner:
             # A checkpoint is saved between two steps.
             lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + set_aside_bytes
             needed_bytes = max(live_bytes, lasting_bytes)
+        differing_bytes: tuple[int, ...] = ()
+        # Ragged batches have a lower limit already, and what grows has a sentence of its own.
+        if not (limits.is_host or limits.fragmented_bytes or meter.growth):
+            differing_bytes = differing_peaks(readings)
+        if differing_bytes:
+            # A later step may need more, and each one leaves other blocks in the cache.
+            needed_bytes = max(needed_bytes, int(live_bytes / RAGGED_SHARE))
         notes = []
         if meter.has_idle_optimizer:
             notes.append(
@@ -286,6 +295,7 @@ class TrialRunner:
             step_seconds=statistics.median(seconds.all) if seconds.all else None,
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
+            differing_bytes=differing_bytes,
             growth=meter.growth,
             notes=tuple(notes),
         )
@@ -299,7 +309,7 @@ def _outcome(
     is_limit_enforced: bool,
 ) -> Outcome:
     """The outcome of a trial whose steps have ended without an error."""
-    if trial.kind == "rehearsal" and _would_retry(readings, limits):
+    if trial.kind == "rehearsal" and _would_retry(trial, readings, limits):
         return "allocator_retry"
     # On the host the needed bytes are those of tensors, but the limit is that of the process.
     needed_bytes = max(trial.needed_bytes, trial.held_bytes)
@@ -308,17 +318,18 @@ def _outcome(
         # below the smallest one could leave more.
         needed_bytes = max(needed_bytes, trial.held_bytes + trial.set_aside_bytes)
     # The last page of an expandable segment may exceed an enforced limit.
-    if needed_bytes > limits.limit_bytes and not is_limit_enforced:
+    is_exact = not is_limit_enforced or trial.differing_bytes
+    if needed_bytes > limits.limit_bytes and is_exact:
         return "over_limit"
     return "ok"
 
 
-def _would_retry(readings: Sequence[StepReading], limits: SearchLimits) -> bool:
+def _would_retry(trial: Trial, readings: Sequence[StepReading], limits: SearchLimits) -> bool:
     """Whether the allocator would release its cache again and again in the training."""
     if num_caught_errors(readings) > 0:
         return True
     # With ever new shapes a training releases its cache now and then, at any size near the limit.
-    if num_retries(readings) == 0 or limits.fragmented_bytes:
+    if num_retries(readings) == 0 or limits.fragmented_bytes or trial.differing_bytes:
         return False
     # Only the limit of the user is enforced in the training too, and none is in trials where ranks
     # take steps together.

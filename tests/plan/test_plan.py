@@ -25,6 +25,7 @@ STRATEGIES = {
     str: TEXT,
     str | None: st.none() | TEXT,
     tuple[str, ...]: st.lists(TEXT).map(tuple),
+    tuple[int, ...]: st.lists(WHOLE).map(tuple),
 }
 
 

@@ -6,6 +6,7 @@ from lightning_batchmem.search.readings import (
     CallSeconds,
     StepReading,
     call_seconds,
+    differing_peaks,
     growth_bytes,
     has_risen,
     held_peak_bytes,
@@ -117,3 +118,17 @@ def test_growth_is_nearly_the_same_in_each_step():
 
 def test_times_of_a_step_that_failed_do_not_count():
     assert call_seconds([step(call(seconds=2.0), is_complete=False)]).all == []
+
+
+def test_peaks_differ_above_a_tenth_and_in_timed_steps_only():
+    def timed(*peaks, **values):
+        return step(*(call({"forward": peak, "backward": 1}) for peak in peaks), **values)
+
+    assert differing_peaks([]) == ()
+    assert differing_peaks([timed(100), timed(110)]) == ()
+    assert differing_peaks([timed(100), timed(111), timed(105)]) == (111, 100)
+    # Batches of other lengths are not timed, and a step that ran out of memory has no peak.
+    others = [timed(500, has_times=False), timed(500, is_complete=False)]
+    assert differing_peaks([timed(100), timed(110), *others]) == ()
+    # The micro batches of a step differ in any case.
+    assert differing_peaks([timed(50, 100), timed(50, 100)]) == ()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Trial
+from lightning_batchmem.plan.records import Trial, mib
 from lightning_batchmem.search import rehearsal
 from lightning_batchmem.search.limits import RAGGED_SHARE
 from lightning_batchmem.search.ranks import Ranks
@@ -190,6 +190,32 @@ def test_expandable_segments_may_exceed_an_enforced_limit_by_a_page(search, devi
     device.reserved_ratio = 1.06
     outcomes = [trial.outcome for trial in rehearsed(search(Stepping(device)))]
     assert ("over_limit" in outcomes) is not is_enforced
+
+
+def test_steps_that_differ_leave_room_for_a_larger_one_and_the_plan_says_so(search, device):
+    def during(size, number):
+        if number % 5 == 0:
+            device.use(law(size) + size * MIB // 4)
+            # Each new shape may lead to a retry near the limit.
+            device.num_alloc_retries += size > 100
+
+    plan = search(Stepping(device, during), max_steps=120)
+    assert rehearsed(plan)[0].outcome == "out_of_memory"
+    assert "allocator_retry" not in {trial.outcome for trial in plan.trials}
+    largest = next(trial for trial in rehearsed(plan) if trial.batch_size == plan.batch_size)
+    highest_bytes = law(plan.batch_size) + plan.batch_size * MIB // 4
+    assert largest.differing_bytes == (highest_bytes, law(plan.batch_size))
+    assert largest.peak_bytes <= RAGGED_SHARE * plan.limit_bytes
+    (note,) = [note for note in plan.notes if note.startswith("Steps on equal batches took")]
+    assert f"took {mib(law(plan.batch_size))} to {mib(highest_bytes)}: something" in note
+    assert plan.verified
+
+
+def test_steps_that_hardly_differ_have_no_note_of_it(search, device):
+    plan = search(Stepping(device, lambda size, number: device.use(law(size) + number % 4 * MIB)))
+    assert {trial.differing_bytes for trial in plan.trials} == {()}
+    assert not [note for note in plan.notes if note.startswith("Steps on equal")]
+    assert next(trial.full_steps for trial in rehearsed(plan)) == 7
 
 
 @pytest.mark.parametrize("is_expandable", [True, False])
