@@ -150,7 +150,9 @@ class ConsecutiveSteps:
 
     def _numbers(self, count: int, spared: int = 0) -> range:
         """The numbers of steps: this many, as far as others are left besides those to spare."""
-        return range(int(min(count, self._steps_left - spared)))
+        # Few steps do not show what is drawn at random.
+        left = math.inf if self.num_draws else self._steps_left - spared
+        return range(int(min(count, left)))
 
     def _step(
         self,
