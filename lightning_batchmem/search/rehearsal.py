@@ -99,7 +99,8 @@ def rehearse(
                 if not on_any_rank((is_higher or is_random) and not has_risen(steady)):
                     break
                 before_bytes = highest_bytes
-                peaks = step_peaks(consecutive.run_steady(policy.more_steady_steps))
+                run = consecutive.run_more if on_any_rank(is_random) else consecutive.run_steady
+                peaks = step_peaks(run(policy.more_steady_steps))
         consecutive.run_others()
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):

@@ -127,6 +127,11 @@ class ConsecutiveSteps:
             readings.append(self._step(number, other_lengths=is_other, has_times=not is_other))
         return readings
 
+    def run_more(self, count: int) -> list[StepReading]:
+        """Run steady steps besides those that are allowed: few do not show what is random."""
+        self._steps_left += count
+        return self.run_steady(count)
+
     def run_equal(self, count: int) -> list[StepReading]:
         """Run steps on one batch; live bytes are counted in them."""
         counter = self._meter.dispatch_counter()
@@ -150,9 +155,7 @@ class ConsecutiveSteps:
 
     def _numbers(self, count: int, spared: int = 0) -> range:
         """The numbers of steps: this many, as far as others are left besides those to spare."""
-        # Few steps do not show what is drawn at random.
-        left = math.inf if self.num_draws else self._steps_left - spared
-        return range(int(min(count, left)))
+        return range(int(min(count, self._steps_left - spared)))
 
     def _step(
         self,

@@ -28,8 +28,8 @@ def test_all_ranks_run_more_steps_if_the_peaks_of_one_differ(differs, full_steps
     program.phases.watch(program.optimizers)
     rehearse(meter, SearchPolicy(), 8, on_any_rank)
     # The first is whether the training is long, and the last whether something grows. Between them
-    # are the repeats of more steps.
-    assert values == [True, *[False] * (4 if differs else 1), False]
+    # are the repeats of more steps: whether there is one, and whether something is random.
+    assert values == [True, *[False] * (2 * 4 if differs else 1), False]
     assert num_full_steps(meter.readings) == full_steps
 
 
