@@ -62,7 +62,10 @@ def test_no_trace_at_other_places_of_the_size(contract, name, tmp_path):
     contract.test_no_trace_at_any_place_of_the_size(name, tmp_path)
 
 
-@pytest.mark.parametrize("where", ["in a callback", "on the trainer"])
+@pytest.mark.parametrize(
+    "where",
+    ["in a callback", "in no copy of a callback", "in an object of a callback", "on the trainer"],
+)
 def test_no_trace_in_what_objects_keep(contract, where, tmp_path):
     contract.test_no_trace_in_what_objects_keep(where, tmp_path)
 

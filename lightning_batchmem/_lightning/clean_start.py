@@ -45,7 +45,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.refill import refill
-from lightning_batchmem.state.snapshot import Snapshot, freeze, unfreeze
+from lightning_batchmem.state.snapshot import Restored, Snapshot, freeze, restored_parts, unfreeze
 
 
 class ProjectSnapshot(Snapshot):
@@ -77,22 +77,22 @@ class ProjectSnapshot(Snapshot):
         generators = {"loaders": generators_of(loaders)}
         super().__init__([outer or module], datamodules, generators, self.own, loaders)
         # A hook may return a loader that the project keeps in an attribute.
-        self._restores_of_sizes = [keep_sizes([*loaders, *self.attributes.loaders])]
+        restore_sizes = keep_sizes([*loaders, *self.attributes.loaders])
+        self._kept: list[Callable[[], list[str] | None]] = [restore_sizes]
         self._warned: set[str] = set()
 
-    def keep(self, restore: Callable[[], None]) -> None:
+    def keep(self, restore: Callable[[], list[str] | None]) -> None:
         """Call this function too, before everything is restored."""
-        self._restores_of_sizes.append(restore)
+        self._kept.append(restore)
 
     def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore the sizes of these loaders too, which no attribute leads to."""
-        self._restores_of_sizes.append(keep_sizes(loaders))
+        self._kept.append(keep_sizes(loaders))
 
     def restore(self) -> list[str]:
         """Restore everything, with the sizes of loaders; returns what this failed for."""
-        for restore in self._restores_of_sizes:
-            restore()
-        return super().restore()
+        failed = [text for restore in self._kept for text in restore() or ()]
+        return [*failed, *super().restore()]
 
     def restore_or_warn(self) -> None:
         """Restore everything, and warn of what could not be restored."""
@@ -123,13 +123,20 @@ def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
     )
 
 
-def _users_snapshot(trainer: Trainer, snapshot: ProjectSnapshot) -> Snapshot:
-    """A snapshot of what the user keeps in the trainer, its strategy and its precision plugin."""
+def _users_snapshots(trainer: Trainer, snapshot: ProjectSnapshot) -> tuple[Snapshot, Restored]:
+    """What the user keeps in a trainer with its strategy and plugins, and in what is muted."""
     strategy = trainer.strategy
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     elsewhere = [*snapshot.own, *snapshot.attributes.walked, strategy.model, *trainer.optimizers]
-    callbacks = [callbacks_of(trainer), *callbacks_of(trainer), trainer.loggers, *trainer.loggers]
+    muted = [*callbacks_of(trainer), *trainer.loggers, profiler]
+    lists = [callbacks_of(trainer), trainer.loggers]
     values = users_values(trainer)
-    return Snapshot([], named={"trainer": values}, not_walked=[*elsewhere, *callbacks])
+    of_trainer = Snapshot([], named={"trainer": values}, not_walked=[*elsewhere, *lists, *muted])
+    # A run of a logger may change in a thread, and steps do not get it.
+    runs = [attributes_of(logger).get("_experiment") for logger in trainer.loggers]
+    left_out = [one for one in (*elsewhere, *lists, *runs) if one is not profiler]
+    return of_trainer, restored_parts([("", one) for one in muted], left_out)
 
 
 @contextmanager
@@ -139,6 +146,10 @@ def muted_trainer(
     """Run the trainer with these callbacks and muted loggers; everything is restored at the end."""
     # The calls run in reverse order, each of them even where another one fails.
     with ExitStack() as undo:
+        # What is muted has its own methods again at the very end.
+        loggers = [one for one in trainer.loggers if undo.enter_context(muted_logger(one))]
+        # mypy does not see attributes that Lightning sets outside the class Trainer.
+        undo.enter_context(muted_profiler(trainer.profiler))  # type: ignore[attr-defined]
         # This restores the batch size too.
         undo.callback(snapshot.restore_or_warn)
         connector = logger_connector(trainer)
@@ -151,7 +162,11 @@ def muted_trainer(
         connector.reset_metrics()
         # A scheduler that was made for the old batch size may end before the search does.
         freeze(schedulers)
-        _replace_callbacks_and_loggers(trainer, callbacks)
+        set_callbacks(trainer, callbacks)
+        trainer.loggers = loggers
+        # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one
+        # rank only. mypy does not allow the replacement of a method.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         yield
 
 
@@ -197,16 +212,22 @@ class CleanStart:
         self._snapshot = snapshot
         self._undo = ExitStack()
         self._prepare: Callable[[], None] = lambda: None
-        self._users = _users_snapshot(trainer, snapshot)
-        if not_restorable := [*snapshot.not_restorable, *self._users.not_restorable]:
-            rank_zero_warn(
-                "BatchFinder cannot restore these if a training step changes them: "
-                + "; ".join(not_restorable[:10])
-            )
+        self._users, self._muted = _users_snapshots(trainer, snapshot)
+        _warn_of([*snapshot.not_restorable, *self._users.not_restorable])
 
     def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore the sizes of these loaders too, whenever everything is restored."""
         self._snapshot.keep_sizes_of(loaders)
+
+    def keep_collate(self, loaders: Sequence[DataLoader[Any]]) -> None:
+        """Restore what the collate functions of these loaders change too, and warn of the rest."""
+        named = [("collate_fn", loader.collate_fn) for loader in loaders]
+        restored = restored_parts(named, [*self._snapshot.own, *self._snapshot.attributes.walked])
+        self._snapshot.keep(restored.restore)
+        # The snapshot names what belongs to loaders that were passed.
+        known = {key for state in self._snapshot.states for key in state.restored}
+        if any(id(collate) not in known for _, collate in named):
+            _warn_of(restored.not_restorable)
 
     @contextmanager
     def entered(self, prepare: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -249,11 +270,15 @@ class CleanStart:
         trainer = self._trainer
         # A new one has seen no batch.
         self.search_callback = SearchCallback(self.phases)
-        callbacks = [*map(muted_callback, self.callbacks), self.search_callback]
-        self._undo.enter_context(muted_trainer(trainer, self._snapshot, callbacks))
+        enter = self._undo.enter_context
+        # Where hooks cannot be muted, the callback is left out.
+        callbacks = [one for one in self.callbacks if enter(muted_callback(one))]
+        callbacks.append(self.search_callback)
+        enter(muted_trainer(trainer, self._snapshot, callbacks))
         self._undo.callback(self._restore_strategy, self._of_strategy())
         # The random states of the snapshot are restored after these.
         self._undo.callback(self._users.restore)
+        self._undo.callback(self._muted.restore)
         if trainer.training:
             self._undo.callback(self._clear_optimizers)
 
@@ -278,17 +303,13 @@ class CleanStart:
         unfreeze(config.scheduler for config in self._trainer.strategy.lr_scheduler_configs)
 
 
+def _warn_of(not_restorable: list[str]) -> None:
+    if not_restorable:
+        rank_zero_warn(
+            "BatchFinder cannot restore these if a training step changes them: "
+            + "; ".join(not_restorable[:10])
+        )
+
+
 def _clear_state(optimizer: Any) -> None:
     optimizer.state.clear()
-
-
-def _replace_callbacks_and_loggers(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Leave these callbacks, and loggers and a profiler that record nothing."""
-    set_callbacks(trainer, callbacks)
-    trainer.loggers = [muted_logger(logger) for logger in trainer.loggers]
-    # mypy does not see attributes that Lightning sets outside the class Trainer.
-    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-    trainer.profiler = muted_profiler(profiler)  # type: ignore[attr-defined]
-    # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one rank
-    # only. mypy does not allow the replacement of a method.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

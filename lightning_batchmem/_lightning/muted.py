@@ -3,161 +3,119 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import MemberDescriptorType
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
-from lightning_batchmem.batches.loaders import RANDOM_GENERATORS
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 
-# Steps may change objects of these types in place.
-_STATE = (Tensor, np.ndarray, *RANDOM_GENERATORS)
-
-# A class that Python code has defined; PyType_GetFlags in the documentation of CPython's C API.
-_HEAP_TYPE = 1 << 9
-
 _READ_FROM_EXPERIMENTS = (str, bytes, int, float, Path, list, tuple, set, dict)
-
-
-def muted_callback(callback: Callback) -> Any:
-    """A callback that reads like ``callback``, and whose hooks do nothing."""
-    hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
-    # Lightning reads it at every hook, and a step should not take longer than in training.
-    key = value_or_none("The state_key of a callback", getattr, callback, "state_key")
-    # A progress bar has the last three.
-    silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
-    return _muted(muted_callback, callback, silent, state_key=key)
-
-
-def muted_logger(logger: Logger) -> Any:
-    """A logger that reads like ``logger``, and whose methods do nothing."""
-    kind = type(logger)
-    methods = [
-        name
-        for name in dir(kind)
-        # A descriptor of the class may raise any error.
-        if name[0] != "_" and callable(value_or_none("A class of the project", getattr, kind, name))
-    ]
-    experiment = cached_property(_muted_experiment)
-    return _muted(muted_logger, logger, methods, experiment=experiment)
-
-
-def muted_profiler(profiler: Profiler) -> Any:
-    """A profiler that reads like ``profiler``, and records nothing."""
-    methods = [name for name in dir(Profiler) if name[0] != "_"]
-    # Lightning calls it at every hook.
-    return _muted(muted_profiler, profiler, methods, profile=PassThroughProfiler().profile)
-
-
-def _muted(
-    mute: Callable[[Any], Any], owner: object, silent: Iterable[str], **instead: object
-) -> Any:
-    """An object of a subclass that reads like ``owner``, which does not change.
-
-    Its methods are those that the owner has, but they read and change copies of the owner's
-    containers, tensors and random generators.
-
-    Args:
-        mute: the function that makes it.
-        owner: the object.
-        silent: names of methods that do nothing.
-        **instead: attributes of the subclass, instead of those that the owner has.
-    """
-    kind = type(owner)
-    if issubclass(kind, Muted):
-        return owner
-    slots = [
-        name
-        for base in kind.__mro__
-        for name, value in vars(base).items()
-        if isinstance(value, MemberDescriptorType)
-    ]
-    namespace: dict[str, Any] = {
-        # Most attributes are not read, so they are not copied: averaged weights for example.
-        **{
-            name: cached_property(partial(_copy_of, name))
-            for name in (*slots, *attributes_of(owner))
-        },
-        **dict.fromkeys(silent, _nothing),
-        **instead,
-        # This class cannot be found by its name. A copy is made of the owner.
-        "__reduce_ex__": lambda *_: (mute, (owner,)),
-    }
-    # A metaclass of the project may register what it makes, and so may its own __new__.
-    muted_kind = type.__new__(type(kind), kind.__name__, (Muted, kind), namespace)
-    built_in: Any = next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    muted = built_in.__new__(muted_kind)
-    object.__setattr__(muted, "_muted_owner", owner)
-    return muted
-
-
-def _copy_of(name: str, muted: Any) -> Any:
-    return _copied_tree(object.__getattribute__(muted._muted_owner, name))
-
-
-class Muted:
-    """The first base of the class of a muted object, before the class of its owner."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Keep the class out of the registries of the project."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class of the owner: a step may compare it."""
-        return self._muted_owner.__class__
-
-    # The project may count what is read, or refuse what is set.
-    __getattribute__ = object.__getattribute__
-    __setattr__ = object.__setattr__
-
-    def __getattr__(self, name: str) -> Any:
-        """What the owner makes when it is read, as a mock does."""
-        # ``copy.copy`` looks for special methods before the copy has an owner.
-        if name.startswith("__") or name == "_muted_owner":
-            raise AttributeError(name)
-        # A property that fails on the copy would run on the owner.
-        if any(name in vars(base) for base in type(self._muted_owner).__mro__):
-            raise AttributeError(name)
-        return _readable(getattr(self._muted_owner, name))
-
-    def __del__(self) -> None:
-        """Do not call the method of the owner."""
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _copied_tree(value: Any) -> Any:
+@contextmanager
+def muted_callback(callback: Callback) -> Iterator[bool]:
+    """Let the hooks of a callback do nothing in the body; yields whether they do."""
+    hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
+    # A progress bar has the last three.
+    silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
+    with _attributes(callback, dict.fromkeys(silent, _nothing)) as is_muted:
+        yield is_muted
+
+
+@contextmanager
+def muted_logger(logger: Logger) -> Iterator[bool]:
+    """Let the methods of a logger do nothing in the body; yields whether they do.
+
+    Its experiment is one that can be read only. It is a property of the class.
+    """
+    kind = type(logger)
+    # The class of a mock has no methods.
+    methods = {**_silent_methods(Logger), **_silent_methods(kind)}
+    own = {name: value for name, value in vars(kind).items() if name == "experiment"}
     try:
-        return tree_map(_copied, value)
-    # Containers contain themselves, or are nested more deeply than Python can call functions.
-    except RecursionError:
-        return _copied(value)
+        # A metaclass of the project may refuse it.
+        type.__setattr__(kind, "experiment", property(_muted_experiment, _nothing))
+        with _attributes(logger, methods) as is_muted:
+            yield is_muted
+    finally:
+        if own:
+            type.__setattr__(kind, "experiment", own["experiment"])
+        elif "experiment" in vars(kind):
+            type.__delattr__(kind, "experiment")
 
 
-def _copied(value: Any) -> Any:
-    """A copy of state, and of containers with state inside; other objects are shared."""
-    # Sets, and containers of the project's own types.
-    if isinstance(value, (list, dict, set, deque, bytearray)):
-        return copy.copy(value)
-    if not isinstance(value, _STATE) or getattr(value, "nbytes", 0) > LARGEST_COPIED_BYTES:
-        return value
-    # A tensor with a graph cannot be copied otherwise.
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+@contextmanager
+def muted_profiler(profiler: Profiler) -> Iterator[None]:
+    """Let a profiler record nothing in the body."""
+    methods = _silent_methods(Profiler)
+    # Lightning calls it at every hook.
+    methods["profile"] = PassThroughProfiler().profile
+    with _attributes(profiler, methods):
+        yield
+
+
+def _silent_methods(kind: type) -> dict[str, Any]:
+    """A function that does nothing for each public method of a class."""
+    return {
+        name: _nothing
+        for name in dir(kind)
+        # A descriptor of the class may raise any error.
+        if name[0] != "_" and callable(value_or_none("A class of the project", getattr, kind, name))
+    }
+
+
+@contextmanager
+def _attributes(owner: Any, attributes: dict[str, Any]) -> Iterator[bool]:
+    """Give an object these attributes in the body; yields whether it is read with them.
+
+    The object itself stays, since a step may look for it by identity, type or place.
+    """
+    before = {name: value for name, value in _own(owner).items() if name in attributes}
+    try:
+        yield _set(owner, attributes)
+    finally:
+        try:
+            _undo(owner, attributes, before)
+        except KeyboardInterrupt:
+            # The object must be left without them after Ctrl-C too.
+            _undo(owner, attributes, before)
+            raise
+
+
+def _set(owner: Any, attributes: dict[str, Any]) -> bool:
+    kind = type(owner)
+    try:
+        for name, value in attributes.items():
+            # A property of the class would run code of the user.
+            if not hasattr(getattr(kind, name, None), "__set__"):
+                # The project may count what is set, or refuse it.
+                object.__setattr__(owner, name, value)
+        return all(getattr(owner, name) is value for name, value in attributes.items())
+    # The class may raise any error where an attribute is read.
+    except Exception:  # noqa: BLE001
+        return False
+
+
+def _undo(owner: Any, attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    own = _own(owner)
+    own.update(before)
+    for name in attributes.keys() - before.keys():
+        own.pop(name, None)
+
+
+def _own(owner: Any) -> dict[str, Any]:
+    """The dictionary of an object, also where its class hides it or has slots too."""
+    state: Any = object.__getstate__(owner)
+    return (state[0] if isinstance(state, tuple) else state) or {}
 
 
 class MutedExperiment:
@@ -205,9 +163,9 @@ class MutedExperiment:
     __setattr__ = __setitem__ = __exit__ = _nothing
 
 
-def _muted_experiment(muted: Any) -> MutedExperiment:
+def _muted_experiment(logger: Any) -> MutedExperiment:
     """The experiment that a logger has by now; its property would make one, with files."""
-    return MutedExperiment(attributes_of(muted._muted_owner).get("_experiment"))
+    return MutedExperiment(attributes_of(logger).get("_experiment"))
 
 
 def _readable(value: Any) -> Any:

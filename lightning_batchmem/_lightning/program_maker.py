@@ -242,13 +242,13 @@ class ProgramMaker:
             self._first_size = self.options.first_size(self.policy.first_size)
 
     def _batches(self, loaders: StageLoaders, clean_start: CleanStart) -> ProbeBatches:
+        clean_start.keep_collate([info.loader for info in loaders.sized])
         return ProbeBatches(
             loaders,
             self.options.worst_case,
             policy=self.policy.reading,
             largest_size=self.options.largest_size,
             room_bytes=self.room.free_bytes(),
-            restored=clean_start.restored,
             reached=partial(
                 reached_samples, self.trainer, loaders.stage, self.options.largest_size
             ),

@@ -30,7 +30,7 @@ class TrainingState:
     other state that a training reaches. Both change what the snapshot of the search restores.
 
     Args:
-        trainer: the trainer, whose other callbacks are muted copies while the state is entered.
+        trainer: the trainer, whose other callbacks are muted while the state is entered.
         later: the function of the user; ``None`` for none.
         is_first: whether this is the state in which the training starts.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from lightning_batchmem.batches.copies import Copies
+from lightning_batchmem.state.snapshot import restored_parts
 
 
 def batch_sampler_of(loader: DataLoader[Any]) -> Any:
@@ -29,25 +29,23 @@ def batch_sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 @contextmanager
-def copied_sampler(sampler: Any, dataset: object) -> Iterator[Any]:
-    """A copy of ``sampler``, which may have a random generator, but not of its data set.
+def restored_sampler(sampler: Any, dataset: object) -> Iterator[Any]:
+    """The sampler, which is restored at the end; its data set is left alone.
 
-    A sampler with a lock, a file or a generator function cannot be copied. A random sampler of the
-    whole data set takes its place.
+    A sampler with an iterator or a thread cannot be restored. A random sampler of the whole data
+    set takes its place.
     """
     source: Any = dataset.batched if isinstance(dataset, SingleSamples) else dataset
-    copies = Copies({id(source): source})
-    try:
-        copied = copies.copy(sampler)
-    # A user's object may refuse to be copied in any way.
-    except Exception:  # noqa: BLE001
+    with restored_parts([("sampler", sampler)], [source]) as restored:
+        if not restored.not_restorable:
+            yield sampler
+            return
         # A new generator always has the same seed.
-        copied = RandomSampler(source, generator=torch.Generator())
+        other: Any = RandomSampler(source, generator=torch.Generator())
         batch_size = getattr(sampler, "batch_size", None)
         if batch_size is not None:
-            copied = BatchSampler(copied, batch_size, drop_last=False)
-    with copies:
-        yield copied
+            other = BatchSampler(other, batch_size, drop_last=False)
+        yield other
 
 
 def single_samples(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lightning_batchmem.batches.batch_sampler import batch_sampler_of, copied_sampler
+from lightning_batchmem.batches.batch_sampler import batch_sampler_of, restored_sampler
 from lightning_batchmem.batches.isolated import read_isolated
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count, loader_batch_size
 from lightning_batchmem.batches.samples import may_start_worker
@@ -29,7 +29,7 @@ def check_batch_sampler(loader: DataLoader[Any]) -> None:
         return
     try:
         # The sampler may draw from the random generators of the process.
-        with isolate_rng(), copied_sampler(sampler, loader.dataset) as batches:
+        with isolate_rng(), restored_sampler(sampler, loader.dataset) as batches:
             counts = [len(list(batch)) for batch in islice(batches, COUNTED_BATCHES)]
     # A user's sampler may have computed things from the size that it had before.
     except Exception as error:

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_batchmem.batches.copies import Copies
 from lightning_batchmem.batches.samples import (
     FATAL_WORKER_ERRORS,
     arguments_of_worker,
     may_start_worker,
+    read_here,
 )
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -43,7 +43,7 @@ def read_isolated(
     *,
     timeout_seconds: float,
 ) -> Any:
-    """What ``read`` returns for the loader, in a worker where possible, else for a copy.
+    """What ``read`` returns for the loader, in a worker where possible, else in this process.
 
     Args:
         loader: the loader.
@@ -57,25 +57,21 @@ def read_isolated(
     if may_start_worker(loader):
         try:
             return _read_in_worker(_Reading(loader, read), timeout_seconds)
-        # A worker may fail in any way. A copy of the loader may still be read in this process.
+        # A worker may fail in any way. The loader may still be read in this process.
         except Exception as error:
             # The same batch would end this process, or be waited for here too.
             messages = (*FATAL_WORKER_ERRORS, "DataLoader timed out")
             if any(message in str(error) for message in messages) or is_out_of_memory(error):
                 raise
             rank_zero_info(
-                "BatchFinder reads a copy of the loader, since a worker could not read it:"
+                "BatchFinder reads the loader in this process, since a worker could not read it:"
                 f" {error_text(error)}"
             )
-    copies = Copies()
-    # A sampler may refer to the data set, so all of them are copied at once.
-    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
-    view = _in_this_process(loader)
-    # DataLoader.__setattr__ raises an error for these attributes (torch 2.5.1 to 2.14).
-    vars(view).update(copies.copy_parts(parts, "data set"))
     # The sampler may draw from the random generators of the process.
-    with isolate_rng(), copies:
-        return read(view)
+    # DataLoader keeps an iterator beside them, which is not used.
+    parts = {name: vars(loader).get(name) for name in ("dataset", "sampler", "batch_sampler")}
+    with isolate_rng(), read_here(parts.items()):
+        return read(_in_this_process(loader))
 
 
 def _read_in_worker(reading: _Reading, timeout_seconds: float) -> Any:

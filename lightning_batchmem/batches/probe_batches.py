@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, RandomSampler
 from lightning_batchmem.batches.batch_sampler import joined_collate
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.collate import copied_collate
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_bytes import batched_sizes, held_bytes
 from lightning_batchmem.batches.sample_sizes import (
@@ -39,8 +38,8 @@ class ProbeBatches:
     batches, some are read at each budget instead, and the worst of them are used. What is kept of
     all loaders takes at most a share of ``room_bytes``, the free memory of the process. Samples are
     kept for batches of up to ``largest_size``, and only the first ones are read of a loader, as
-    many as ``reached`` returns for it. The state of the ``restored`` objects, by their ids, is
-    restored after the search, so they may change.
+    many as ``reached`` returns for it. The collate functions are those of the project, and what
+    they change is not restored here.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ProbeBatches:
         policy: ReadingPolicy | None = None,
         largest_size: int = UNBOUNDED_MAX_BATCH_SIZE,
         room_bytes: int | None = None,
-        restored: Mapping[int, object] | None = None,
         reached: Callable[[LoaderInfo], float] = lambda _: math.inf,
     ) -> None:
         policy = policy or ReadingPolicy()
@@ -70,7 +68,6 @@ class ProbeBatches:
                     policy,
                     largest_size,
                     share_bytes,
-                    restored or {},
                     reached(info),
                 )
                 self._of_loaders.append(made)
@@ -239,12 +236,11 @@ class _LoaderBatches:
         policy: ReadingPolicy,
         largest_size: int,
         share_bytes: float,
-        restored: Mapping[int, object],
         reached: float,
     ) -> None:
         self.info = info
         loader = info.loader
-        self._collate = partial(joined_collate, copied_collate(loader.collate_fn, restored))
+        self._collate = partial(joined_collate, loader.collate_fn)
         # A random batch is hardly ever larger than the largest samples of many.
         is_random = isinstance(loader.sampler, RandomSampler)
         samples = math.inf if info.samples is None else info.samples

@@ -10,14 +10,15 @@ import multiprocessing
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from operator import gt
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
@@ -30,8 +31,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_batchmem.batches.batch_sampler import JoinedSample, copied_sampler
-from lightning_batchmem.batches.copies import Copies
+from lightning_batchmem.batches.batch_sampler import JoinedSample, restored_sampler
 from lightning_batchmem.batches.loader_size import COUNTED_BATCHES, check_count
 from lightning_batchmem.batches.sample_bytes import (
     batched_sizes,
@@ -45,6 +45,7 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
+from lightning_batchmem.state.snapshot import restored_parts
 
 # Errors with these texts are raised again: a worker ended, or a spawned worker runs the user's
 # script again.
@@ -130,7 +131,7 @@ class SampleMeasure:
 
 
 def read_samples(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], SampleSizes]:
-    """Read samples one at a time, in a worker where possible, else from a copy of the data set.
+    """Read samples one at a time, in a worker where possible, else in this process.
 
     Where reading them can change nothing, it needs no worker, and takes a quarter of the time. The
     samples are those whose bytes the sizes contain.
@@ -160,7 +161,7 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
         reader = _reader(loader, loader.dataset, measure, num_workers=1)
         try:
             return _scan(reader, measure)
-        # A worker may fail in any way. A copy of the data set may still be read in this process.
+        # A worker may fail in any way. The data set may still be read in this process.
         except Exception as error:
             # The same sample would end this process, or memory would run out here too.
             if any(message in str(error) for message in FATAL_WORKER_ERRORS) or is_out_of_memory(
@@ -168,13 +169,23 @@ def _read(loader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
             ):
                 raise
             rank_zero_info(
-                "BatchFinder reads a copy of the data set, since a worker could not read it:"
+                "BatchFinder reads the data set in this process, since a worker could not read it:"
                 f" {error_text(error)}"
             )
-    copies = Copies()
-    dataset = copies.copy_parts(dataset, "data set")
-    with copies:
+    with read_here([("data set", dataset)]):
         return _scan(_reader(loader, dataset, measure, num_workers=0), measure)
+
+
+@contextmanager
+def read_here(named: Iterable[tuple[str, object]]) -> Iterator[None]:
+    """Restore parts of a loader that are read in this process, and warn of what cannot be."""
+    with restored_parts(named) as restored:
+        if restored.not_restorable:
+            rank_zero_warn(
+                "BatchFinder cannot restore these if reading the data set in this process changes"
+                f" them: {'; '.join(restored.not_restorable[:10])}"
+            )
+        yield
 
 
 def _reader(
@@ -259,7 +270,7 @@ def _indices(loader: DataLoader[Any], most: int, reached: float) -> list[Any]:
         length = int(min(len(loader.sampler.data_source), reached))
         return generator.sample(range(length), min(most, length))
     else:
-        with copied_sampler(loader.sampler, loader.dataset) as sampler:
+        with restored_sampler(loader.sampler, loader.dataset) as sampler:
             indices = list(islice(sampler, most))
     generator.shuffle(indices)
     return indices
@@ -269,7 +280,7 @@ def _indices_of_batches(loader: DataLoader[Any], most: int) -> list[Any]:
     """Indices of the first batches; a ValueError if these have not the size of the loader."""
     indices: list[Any] = []
     counts = []
-    with copied_sampler(loader.batch_sampler, loader.dataset) as batches:
+    with restored_sampler(loader.batch_sampler, loader.dataset) as batches:
         for batch in batches:
             begin = len(indices)
             indices.extend(batch)

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.devices.tensors import plain_tensors, tensors_in
 from lightning_batchmem.state.refill import (
     Path,
@@ -38,6 +37,7 @@ from lightning_batchmem.state.walked_kinds import (
     ATOMS,
     CONTAINERS,
     DATA,
+    LARGEST_COPIED_BYTES,
     LIVE_RESOURCES,
     METHODS,
     NOT_WALKED,
@@ -304,6 +304,8 @@ class AttributeState:
         if isinstance(value, defaultdict):
             self._later(path, set_attribute, value, "default_factory", value.default_factory)
             yield ".default_factory", value.default_factory
+        if len(contents) > self._limits.most_entered:
+            return
         if isinstance(contents, dict):
             # Every object of a user's class can be a key.
             yield from ((f"[key {key_text(key)}]", key) for key in contents)

@@ -103,7 +103,8 @@ class SavedStorages:
                 if cached_bytes >= _CHUNK_BYTES:
                     self._drop_pages()
                     cached_bytes = 0
-        self._drop_pages()
+        if cached_bytes:
+            self._drop_pages()
 
 
 def has_room_for(copied_bytes: int) -> bool:

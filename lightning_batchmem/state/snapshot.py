@@ -16,7 +16,7 @@ from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.attributes import AttributeState
 from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.sharded_modules import ShardedModules
-from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
+from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PARTS, OF_PROJECT
 
 
 def freeze(schedulers: Iterable[Any]) -> None:
@@ -32,7 +32,64 @@ def unfreeze(schedulers: Iterable[Any]) -> None:
         attributes_of(scheduler).pop("step", None)
 
 
-class Snapshot:
+class Restored:
+    """Contents of objects and the bytes of their tensors, recorded once and restored in place.
+
+    Args:
+        states: walks over the objects.
+
+    Attributes:
+        states: the same.
+    """
+
+    def __init__(self, *states: AttributeState) -> None:
+        self.states = states
+        self._tensors = [saved for state in states for saved in state.tensors]
+        self._storages = SavedStorages(flat for saved in self._tensors for flat in saved.flats)
+
+    @property
+    def not_restorable(self) -> list[str]:
+        """Names of the objects that cannot be restored."""
+        return [name for state in self.states for name in state.not_restorable]
+
+    def __enter__(self) -> Restored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> list[str]:
+        """Restore everything; returns the objects for which this failed."""
+        try:
+            return self._restore()
+        except KeyboardInterrupt:
+            # A loop of the user, for example in a notebook, may go on after Ctrl-C.
+            self._restore()
+            raise
+
+    def _restore(self) -> list[str]:
+        failed = [name for state in self.states for name in state.restore()]
+        for saved in self._tensors:
+            saved.restore_place()
+        self._storages.write_back()
+        for saved in self._tensors:
+            saved.restore_gradient()
+        return failed
+
+
+def restored_parts(
+    named: Iterable[tuple[str, object]], left_out: Iterable[object] = ()
+) -> Restored:
+    """A record of parts of a training that may have data inside, which are left alone.
+
+    Args:
+        named: the parts with their names in messages.
+        left_out: objects that do not belong to them.
+    """
+    return Restored(AttributeState([], named, left_out, OF_PARTS))
+
+
+class Snapshot(Restored):
     """What the steps of a search may change, recorded once and restored in place.
 
     These are the random states of the process, and parameters, buffers, gradients, flags, hooks and
@@ -67,33 +124,12 @@ class Snapshot:
             [*modules, *others], [*(named or {}).items()], not_walked, OF_PROJECT
         )
         data = [*self.attributes.data, *(("a loader", loader) for loader in loaders)]
-        self._data = AttributeState([], data, self.attributes.walked, OF_DATA)
-        self._tensors = [*self.attributes.tensors, *self._data.tensors]
-        self._storages = SavedStorages(flat for saved in self._tensors for flat in saved.flats)
-
-    @property
-    def not_restorable(self) -> list[str]:
-        """Names of the objects that cannot be restored."""
-        return [*self.attributes.not_restorable, *self._data.not_restorable]
-
-    def restore(self) -> list[str]:
-        """Restore everything; returns the objects for which this failed."""
-        try:
-            return self._restore()
-        except KeyboardInterrupt:
-            # A loop of the user, for example in a notebook, may go on after Ctrl-C.
-            self._restore()
-            raise
+        super().__init__(self.attributes, AttributeState([], data, self.attributes.walked, OF_DATA))
 
     def _restore(self) -> list[str]:
         try:
-            failed = [*self.attributes.restore(), *self._data.restore()]
+            failed = super()._restore()
             self._sharded.restore(self.attributes.restored)
-            for saved in self._tensors:
-                saved.restore_place()
-            self._storages.write_back()
-            for saved in self._tensors:
-                saved.restore_gradient()
         finally:
             self._restore_random()
         return failed

@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.heap import BufferWrapper
@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
+LARGEST_COPIED_BYTES = 64 * 2**20
+"""Memory of the project above this is data rather than state, and is not copied."""
 
 # The last class is that of all data of ctypes, which has no public name.
 _BUFFERS = (bytearray, array, mmap.mmap, memoryview, ctypes.c_int.__mro__[2])
@@ -122,6 +123,7 @@ class WalkLimits:
     Attributes:
         most_objects: the walk goes breadth first, and ends after this many objects.
         most_items: containers with more items stay as they are.
+        most_entered: what the items of containers with more of them lead to stays as it is.
         most_bytes: tensors and arrays are restored as long as all of them have no more bytes.
         names_data: whether what is left out because it is data is named.
         left_with: an object with one of these as an attribute stays as it is.
@@ -129,6 +131,7 @@ class WalkLimits:
 
     most_objects: int
     most_items: float
+    most_entered: float
     most_bytes: float
     names_data: bool
     left_with: tuple[type, ...]
@@ -140,13 +143,19 @@ OF_PROJECT = WalkLimits(
     200_000,
     math.inf,
     math.inf,
+    math.inf,
     names_data=True,
     left_with=(*LIVE_RESOURCES, *_LOCKS, io.IOBase),
 )
 
 # Most data sets have samples that no step changes, so that a warning would be one for each project.
 # Source: chosen; the attributes and counters of a data set are fewer, and its samples are more.
-OF_DATA = WalkLimits(20_000, 10_000, LARGEST_COPIED_BYTES, names_data=False, left_with=_OF_THREADS)
+OF_DATA = WalkLimits(
+    20_000, 10_000, 10_000, LARGEST_COPIED_BYTES, names_data=False, left_with=_OF_THREADS
+)
+
+# Callbacks, samplers and collate functions, which a step or a reader changes in place.
+OF_PARTS = replace(OF_DATA, most_items=math.inf)
 
 DATA = (Dataset, DataLoader)
 

@@ -1,11 +1,15 @@
 """What a search may change in a trainer, and what it leaves."""
 
+import threading
+from functools import partial
+
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_batchmem import BatchFinder
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, muted_trainer
@@ -25,7 +29,7 @@ def state_of(trainer):
         "metrics": dict(trainer.callback_metrics),
         "scale": trainer.precision_plugin.scaler.get_scale(),
         "callbacks": list(trainer.callbacks),
-        "loggers": list(trainer.loggers),
+        "loggers": [dict(vars(logger)) for logger in trainer.loggers],
         "attributes": [*vars(trainer), *vars(epoch_loop)],
     }
 
@@ -75,3 +79,61 @@ def test_loaders_of_validation_that_were_passed_leave_no_trace_either(fit, devic
     fit(Evaluated(device), BatchFinder(objective="memory"), device, after, val_dataloaders=loader)
     assert read == [[]]
     assert noted.read
+
+
+class Counts:
+    """A collate function that counts, in a lock and in a long list too."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.sizes = []
+        self.words = [0] * 20_000
+        self.stats = {"calls": [0], "lock": threading.Lock()}
+
+    def __call__(self, samples):
+        with self.lock, self.stats["lock"]:
+            self.sizes.append(len(samples))
+            self.words.append(len(samples))
+            self.stats["calls"][0] += 1
+        return default_collate(samples)
+
+    collate = __call__
+
+
+COLLATE = {
+    "object": lambda counts: counts,
+    "method": lambda counts: counts.collate,
+    "partial": lambda counts: partial(counts.collate),
+}
+
+
+@pytest.mark.parametrize("kind", COLLATE)
+def test_collate_functions_leave_no_trace(kind, fit, device, recwarn):
+    counts = Counts()
+    seen = []
+    after = LambdaCallback(
+        on_fit_start=lambda *_: seen.append(
+            (list(counts.sizes), len(counts.words), list(counts.stats["calls"]))
+        )
+    )
+    loader = DataLoader(Noted(), batch_size=4, collate_fn=COLLATE[kind](counts))
+    fit(Evaluated(device), BatchFinder(objective="memory"), device, after, val_dataloaders=loader)
+    assert seen == [([], 20_000, [0])]
+    assert counts.sizes
+    assert not [one for one in recwarn if "restore" in str(one.message)]
+
+
+def test_what_a_collate_function_cannot_get_back_is_a_warning(fit, device):
+    counts = Counts()
+    counts.numbers = (number for number in range(3))
+
+    class Makes(Evaluated):
+        def val_dataloader(self):
+            return DataLoader(Noted(), batch_size=4, collate_fn=counts)
+
+    finder = BatchFinder(objective="memory")
+    with pytest.warns(UserWarning, match=r"cannot restore these .*: collate_fn\.numbers"):
+        fit(Makes(device), finder, device)
+    passed = DataLoader(Noted(), batch_size=4, collate_fn=counts)
+    with pytest.warns(UserWarning, match=r"cannot restore these .* loader\.collate_fn\.numbers"):
+        fit(Evaluated(device), BatchFinder(objective="memory"), device, val_dataloaders=passed)

@@ -1,129 +1,259 @@
-"""Callbacks and loggers that steps of a search read."""
+"""Callbacks, loggers and profilers do nothing in a search, and are as before after it."""
 
 import copy
 import pickle
-import types
-from collections import Counter
+from contextlib import ExitStack
+from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.profilers import SimpleProfiler
-from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_batchmem import BatchFinder
+from lightning_batchmem._lightning import muted
 from lightning_batchmem._lightning.muted import (
     MutedExperiment,
     muted_callback,
     muted_logger,
     muted_profiler,
 )
+from tests.helpers.lawful import FAST, quiet_trainer
 
 
-class Keeper(Callback):
+class Plain(Callback):
     def __init__(self):
-        self.queue = [1]
-        self.table = torch.zeros(2)
-        self.layers = [nn.Linear(1, 1)]
-        self.mocks = [Mock()]
-        self.average = nn.Linear(1, 1)
-        self.graph = torch.zeros(2, requires_grad=True) * 1
-        self.large = torch.zeros(2**24 + 1)
         self.calls = []
+        self.queue = [1]
 
     def on_train_batch_end(self, *_):
         self.calls.append("hook")
 
-    def __del__(self):
-        self.average.requires_grad_(False)
-
     def add(self, value):
         self.queue.append(value)
-        self.table += value
-        self.count = value
 
 
-def test_a_callback_is_read_and_does_not_change():
-    keeper = Keeper()
-    muted = muted_callback(keeper)
-    assert isinstance(muted, Keeper)
-    assert muted.__class__ is Keeper
-    assert (type(muted).__name__, muted.state_key) == ("Keeper", keeper.state_key)
-    muted.on_train_batch_end(None, None, None, None, 0)
-    # What no step reads takes no memory.
-    assert "table" not in vars(muted)
-    muted.add(5)
-    assert (muted.queue, muted.table.tolist(), muted.count) == ([1, 5], [5, 5], 5)
-    assert (keeper.queue, keeper.table.tolist(), hasattr(keeper, "count")) == ([1], [0, 0], False)
-    for name in ("layers", "mocks"):
-        assert getattr(muted, name) == getattr(keeper, name)
-        assert getattr(muted, name) is not getattr(keeper, name)
-    for name in ("average", "large"):
-        assert getattr(muted, name) is getattr(keeper, name)
-    muted.graph.add_(1)
-    assert keeper.graph.tolist() == [0, 0]
-    del muted
-    assert keeper.calls == []
-    assert keeper.average.weight.requires_grad
+class Slotted(Plain):
+    __slots__ = ("spare", "unset")
+
+    def __init__(self):
+        super().__init__()
+        self.spare = [1]
 
 
-def test_hooks_of_an_instance_do_nothing_either():
-    called = []
-    callback = LambdaCallback(on_fit_start=lambda *_: called.append(1))
-    muted_callback(callback).on_fit_start(None, None)
-    assert called == []
-    assert muted_callback(EarlyStopping("loss", patience=7)).patience == 7
+class OfInstance(Plain):
+    """Has a hook as an attribute of the instance."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_train_batch_end = lambda *_: self.calls.append("own")
+        self.last = 1
 
 
-@pytest.mark.parametrize(
-    ("mute", "kind", "method"),
-    [
-        (muted_callback, Callback, "setup"),
-        (muted_logger, Logger, "log_metrics"),
-        (muted_logger, None, "anything"),
-    ],
-)
-def test_a_mock_is_read_and_counts_no_calls(mute, kind, method):
-    mock = Mock(spec=kind, version=3)
-    muted = mute(mock)
-    assert muted.version == 3
-    assert kind is None or isinstance(muted, kind)
-    getattr(muted, method)({"loss": 1.0})
-    if mute is muted_logger:
-        muted.experiment.log({"loss": 1.0})
-    assert mock.mock_calls == []
+class Hidden(Plain):
+    """Hides its attributes, and refuses and notes what is set."""
+
+    noted: ClassVar[list] = []
+
+    @property
+    def __dict__(self):
+        raise ConnectionError("hidden")
+
+    def __setattr__(self, name, value):
+        self.noted.append(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        raise PermissionError(name)
+
+
+class Table(dict, Plain):
+    """Python makes its objects in another way."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self):
+        dict.__init__(self, a=1)
+        Plain.__init__(self)
+
+
+class OfProperty(Plain):
+    """Its hook is a property of the class, with a value in the instance behind it."""
+
+    @property
+    def on_train_batch_end(self):
+        return lambda *_: self.calls.append("property")
+
+    @on_train_batch_end.setter
+    def on_train_batch_end(self, value):
+        raise PermissionError("on_train_batch_end")
+
+
+class OfSlot(Plain):
+    __slots__ = ("on_train_batch_end",)
+
+    def __init__(self):
+        super().__init__()
+        self.on_train_batch_end = lambda *_: self.calls.append("slot")
+
+
+class MadeOnRead(Plain):
+    """Makes its hooks where they are read."""
+
+    def __getattribute__(self, name):
+        if name == "on_train_batch_end":
+            return lambda *_: self.calls.append("made")
+        return super().__getattribute__(name)
+
+
+MUTED = [Plain, Slotted, OfInstance, Hidden, Table]
+LEFT_OUT = [OfProperty, OfSlot, MadeOnRead]
+
+
+def kept(callback):
+    """Names and values of all attributes of an object."""
+    state = object.__getstate__(callback)
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    # Lightning gives callbacks the last two.
+    items = [item for item in attributes.items() if item[0] not in ("log", "log_dict")]
+    return copied(items), copied(slots.items()), type(callback)
+
+
+def copied(items):
+    return [(name, list(value) if type(value) is list else value) for name, value in items]
+
+
+@pytest.mark.parametrize("kind", [*MUTED, *LEFT_OUT])
+@pytest.mark.parametrize("error", [None, LookupError, KeyboardInterrupt])
+def test_a_callback_does_nothing_and_is_itself_again(kind, error):
+    callback = kind()
+    before = kept(callback)
+    noted = list(Hidden.noted)
+    try:
+        with muted_callback(callback) as is_muted:
+            assert is_muted == (kind in MUTED)
+            if is_muted:
+                callback.on_train_batch_end(None, None, None, None, 0)
+                assert callback.on_fit_start(1) is None
+            if error is not None:
+                raise error
+    except (LookupError, KeyboardInterrupt):
+        assert error is not None
+    assert callback.calls == []
+    assert kept(callback) == before
+    assert Hidden.noted == noted
+    callback.on_train_batch_end(None, None, None, None, 0)
+    assert len(callback.calls) == 1
+
+
+@pytest.mark.parametrize("kind", MUTED)
+def test_what_a_step_does_with_hooks_is_gone(kind):
+    callback = kind()
+    before = kept(callback)
+    with muted_callback(callback), muted_callback(callback) as is_muted:
+        assert is_muted
+        object.__setattr__(callback, "on_train_end", print)
+        object.__delattr__(callback, "on_train_start")
+    assert kept(callback) == before
+
+
+def test_an_interrupt_while_the_hooks_return_leaves_no_trace(monkeypatch):
+    undo = muted._undo
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        undo(*arguments)
+
+    monkeypatch.setattr(muted, "_undo", interrupted)
+    callback = Plain()
+    before = kept(callback)
+    with pytest.raises(KeyboardInterrupt), muted_callback(callback):
+        pass
+    assert kept(callback) == before
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, None])
+def test_copies_of_what_is_muted_do_nothing_either(make_copy, tmp_path):
+    make_copy = make_copy or (lambda value: pickle.loads(pickle.dumps(value)))
+    callback = EarlyStopping("loss", patience=7)
+    logger = CSVLogger(tmp_path / "logs")
+    profiler = SimpleProfiler()
+    with muted_callback(callback), muted_logger(logger), muted_profiler(profiler):
+        copied = make_copy(callback)
+        copied.on_fit_start()
+        of_logger = make_copy(logger)
+        of_logger.log_metrics({"loss": 1.0})
+        of_logger.save()
+        make_copy(profiler).start("step")
+    assert (copied.patience, of_logger.save_dir) == (7, logger.save_dir)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_a_logger_is_read_and_logs_nothing(kind, tmp_path):
     logger = kind(tmp_path, name="mine", version=3)
-    muted = muted_logger(logger)
-    assert isinstance(muted, kind)
-    assert muted_logger(muted) is muted
-    for name in ("name", "version", "save_dir", "log_dir", "root_dir"):
-        assert getattr(muted, name) == getattr(logger, name)
-    muted.log_metrics({"loss": 1.0}, step=1)
-    muted.log_hyperparams({"lr": 1.0})
-    muted.experiment.add_scalar("loss", 1.0)
-    muted.save()
-    muted.finalize("success")
+    other = kind(tmp_path, name="other", version=4)
+    names = ("name", "version", "save_dir", "log_dir", "root_dir")
+    before = [kept(logger), [getattr(logger, name) for name in names], [*vars(kind).items()]]
+    with muted_logger(logger) as is_muted, muted_logger(other), muted_logger(logger):
+        assert is_muted
+        assert type(logger) is kind
+        assert [getattr(logger, name) for name in names] == before[1]
+        logger.log_metrics({"loss": 1.0}, step=1)
+        logger.log_hyperparams({"lr": 1.0})
+        logger.experiment.add_scalar("loss", 1.0)
+        logger.experiment = 1
+        logger.save()
+        logger.finalize("success")
+    after = [kept(logger), [getattr(logger, name) for name in names], [*vars(kind).items()]]
+    assert after == before
     assert list(tmp_path.iterdir()) == []
+
+
+class Inherits(CSVLogger):
+    pass
+
+
+def test_a_class_has_its_experiment_again_after_an_error(tmp_path):
+    undo = ExitStack()
+    undo.enter_context(muted_logger(Inherits(tmp_path)))
+    assert "experiment" in vars(Inherits)
+    with pytest.raises(LookupError), undo:
+        raise LookupError
+    assert "experiment" not in vars(Inherits)
+    assert isinstance(Inherits.experiment, property)
+
+
+@pytest.mark.parametrize("spec", [Logger, None])
+def test_a_mock_of_a_logger_logs_nothing(spec):
+    mock = Mock(spec=spec, version=3)
+    with muted_logger(mock) as is_muted:
+        assert is_muted
+        assert mock.version == 3
+        mock.experiment.log({"loss": 1.0})
+        if spec is not None:
+            mock.log_metrics({"loss": 1.0})
+    assert mock.mock_calls == []
 
 
 def test_a_profiler_is_read_and_records_nothing():
     profiler = SimpleProfiler()
     profiler.start("mine")
     profiler.stop("mine")
-    muted = muted_profiler(profiler)
-    assert isinstance(muted, SimpleProfiler)
-    assert muted_profiler(muted) is muted
-    with muted.profile("other"):
-        muted.start("third")
-        muted.recorded_durations["mine"] = []
-    muted.stop("fourth")
-    assert list(profiler.recorded_durations) == list(muted.recorded_durations) == ["mine"]
+    before = kept(profiler)
+    with muted_profiler(profiler):
+        with profiler.profile("other"):
+            profiler.start("third")
+            profiler.stop("fourth")
+        assert list(profiler.recorded_durations) == ["mine"]
+    assert kept(profiler) == before
     assert len(profiler.recorded_durations["mine"]) == 1
 
 
@@ -132,7 +262,8 @@ def test_an_experiment_is_read_and_does_not_change(tmp_path):
     real = logger.experiment
     real.log_metrics({"loss": 1.0}, 1)
     real.sums = {"a": 2}
-    experiment = muted_logger(logger).experiment
+    with muted_logger(logger):
+        experiment = logger.experiment
     assert isinstance(experiment, type(real))
     assert (len(experiment.metrics), experiment.sums["a"]) == (1, 2)
     experiment.metrics.append(3)
@@ -140,6 +271,7 @@ def test_an_experiment_is_read_and_does_not_change(tmp_path):
     experiment.sums["a"] = 3
     experiment.log_dir = None
     assert (len(real.metrics), real.sums, str(real.log_dir)) == (1, {"a": 2}, experiment.log_dir)
+    assert logger.experiment is real
 
 
 def test_an_experiment_that_does_not_exist_yet_accepts_anything():
@@ -160,56 +292,6 @@ def test_an_experiment_that_does_not_exist_yet_accepts_anything():
     assert "loss" not in experiment.summary
 
 
-class Values(list):
-    """A container of the project's own type."""
-
-
-class Registry(Callback):
-    def __init__(self):
-        self.values = Values([1])
-        self.counts = Counter()
-
-    def __len__(self):
-        return len(self.values)
-
-    def __contains__(self, value):
-        return value in self.values
-
-    def __call__(self, value):
-        self.values.append(value)
-        self.counts[value] += 1
-        return len(self)
-
-
-def test_special_methods_and_containers_of_other_types_are_those_of_the_search():
-    registry = Registry()
-    muted = muted_callback(registry)
-    assert muted(7) == 2
-    assert (7 in muted, len(muted), type(muted.values)) == (True, 2, Values)
-    assert (registry.values, registry.counts) == ([1], Counter())
-
-
-def pickled(value):
-    return pickle.loads(pickle.dumps(value))
-
-
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
-def test_a_muted_callback_can_be_copied(make_copy):
-    copied = make_copy(muted_callback(Registry()))
-    copied.setup()
-    assert len(copied) == 1
-
-
-@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickled])
-def test_a_copy_of_a_muted_logger_writes_nothing(make_copy, tmp_path):
-    muted = muted_logger(CSVLogger(tmp_path / "logs"))
-    copied = make_copy(muted)
-    copied.log_metrics({"loss": 1.0})
-    copied.save()
-    assert (copied.save_dir, list(tmp_path.iterdir())) == (muted.save_dir, [])
-    make_copy(muted_profiler(SimpleProfiler())).start("step")
-
-
 class Lazy:
     """A descriptor that only instances may read."""
 
@@ -223,113 +305,81 @@ class OddLogger(CSVLogger):
 
 
 def test_attributes_that_a_class_cannot_tell_are_left_out(tmp_path):
-    with pytest.warns(UserWarning, match="A class of the project cannot be read"):
-        muted = muted_logger(OddLogger(tmp_path))
-    assert muted.log_metrics({"loss": 1.0}) is None
+    logger = OddLogger(tmp_path)
+    with (
+        pytest.warns(UserWarning, match="A class of the project cannot be read"),
+        muted_logger(logger),
+    ):
+        assert logger.log_metrics({"loss": 1.0}) is None
 
 
-def test_a_container_that_contains_itself_is_shared():
-    callback = Keeper()
-    callback.queue.append(callback.queue)
-    assert muted_callback(callback).queue[0] == 1
+class Project(LightningModule):
+    """Changes each callback in its steps, and may end a search."""
+
+    batch_size = 2
+
+    def __init__(self, error):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        for callback in self.trainer.callbacks:
+            # What a callback hides is not restored.
+            if isinstance(callback, Plain) and not isinstance(callback, Hidden):
+                callback.add(batch_idx)
+                callback.added = batch_idx
+        if self.error is not None and len(batch) == 8:
+            raise self.error
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(16, 4), batch_size=self.batch_size)
 
 
-class Slotted(Callback):
-    __slots__ = ("queue", "unset")
-    started = False
+class After(Callback):
+    """Writes down what others are, after the search that came before."""
 
-    def __init__(self):
-        self.queue = [1]
-        self.started = True
+    def __init__(self, others):
+        self.others = others
+        self.seen = []
 
-    def __eq__(self, other):
-        return isinstance(other, Slotted) and self.queue == other.queue
+    def on_fit_start(self, trainer, pl_module):
+        self.seen = [kept(other) for other in self.others]
+        methods = [*vars(trainer.logger).values(), *vars(trainer.profiler).values()]
+        self.seen += [method for method in methods if method is muted._nothing]
 
-    __hash__ = Callback.__hash__
-
-
-def test_slots_and_attributes_that_hide_those_of_the_class():
-    callback = Slotted()
-    muted = muted_callback(callback)
-    assert muted.started
-    assert muted == callback
-    muted.queue.append(2)
-    assert (muted.queue, callback.queue) == ([1, 2], [1])
-    assert not hasattr(muted, "unset")
-    muted.unset = 3
-    assert (muted.unset, hasattr(callback, "unset")) == (3, False)
+    def on_exception(self, trainer, pl_module, exception):
+        self.on_fit_start(trainer, pl_module)
 
 
-REGISTERED = []
-
-
-class Registering(type):
-    def __init__(cls, *_, **__):
-        REGISTERED.append("metaclass")
-
-
-class Careful(Callback, metaclass=Registering):
-    """Registers its subclasses and objects, and what is read and set."""
-
-    def __init_subclass__(cls, *, name):
-        REGISTERED.append(name)
-
-    def __new__(cls):
-        REGISTERED.append("object")
-        return super().__new__(cls)
-
-    def __getattribute__(self, name):
-        REGISTERED.append(name)
-        return super().__getattribute__(name)
-
-    def __setattr__(self, name, value):
-        REGISTERED.append(name)
-        super().__setattr__(name, value)
-
-
-class Registered(Careful, name="registered"):
-    def __init__(self):
-        self.count = 1
-
-
-def test_nothing_is_registered():
-    callback = Registered()
-    muted_callback(callback)
-    REGISTERED.clear()
-    muted = muted_callback(callback)
-    muted.count += 1
-    assert muted.count == 2
-    # The owner is read, as without the search.
-    assert not {"registered", "metaclass", "object"} & {*REGISTERED}
-    assert REGISTERED.count("count") == 0
-    assert callback.count == 1
-
-
-class Table(dict, Callback):
-    """Python makes its objects in another way."""
-
-
-@pytest.mark.parametrize("mute", [muted_callback, muted_profiler])
-def test_a_base_that_is_built_in(mute):
-    assert isinstance(mute(Table(a=1)), Table)
-
-
-class Connects(CSVLogger):
-    """Its property needs a client, which a muted logger does not make."""
-
-    clients = 0
-
-    def client(self):
-        self.clients += 1
-        return types.SimpleNamespace(url="address")
-
-    @property
-    def url(self):
-        return self.client().url
-
-
-def test_a_property_that_fails_on_the_copy_does_not_run_on_the_owner(tmp_path):
-    logger = Connects(tmp_path)
-    with pytest.raises(AttributeError):
-        _ = muted_logger(logger).url
-    assert logger.clients == 0
+@pytest.mark.parametrize("error", [None, LookupError("of a step"), KeyboardInterrupt()])
+def test_a_search_leaves_callbacks_loggers_and_profilers_as_they_were(error, reads_here, tmp_path):
+    plain = [kind() for kind in (*MUTED, *LEFT_OUT)]
+    logger = CSVLogger(tmp_path)
+    profiler = SimpleProfiler()
+    silent = LambdaCallback(on_train_batch_end=lambda *_: None)
+    after = After([*plain, silent])
+    finder = BatchFinder(max_batch_size=8, objective="memory")
+    finder.policy = FAST
+    callbacks = [finder, *plain, silent, after]
+    trainer: Trainer = quiet_trainer(
+        *callbacks, max_steps=1, logger=logger, profiler=profiler, log_every_n_steps=1
+    )
+    before = [kept(other) for other in after.others]
+    of_classes = [[*vars(kind)] for kind in (CSVLogger, *map(type, plain))]
+    if error is None:
+        trainer.fit(Project(error))
+    else:
+        with pytest.raises((LookupError, KeyboardInterrupt, SystemExit)):
+            trainer.fit(Project(error))
+    assert after.seen == before
+    assert [[*vars(kind)] for kind in (CSVLogger, *map(type, plain))] == of_classes
+    assert trainer.callbacks[: len(callbacks)] == callbacks
+    assert trainer.profiler is profiler
+    # The next fit calls the hooks again.
+    calls = {type(one): list(one.calls) for one in plain}
+    assert all(bool(found) == (error is None) for found in calls.values()), calls

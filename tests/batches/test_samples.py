@@ -91,7 +91,7 @@ def test_a_stream_is_not_consumed():
     assert next(stream.numbers) == 0
 
 
-def test_a_data_set_that_no_worker_can_read_is_copied():
+def test_a_data_set_that_no_worker_can_read_is_read_here_and_restored():
     here = os.getpid()
 
     def sample(index):
@@ -110,13 +110,14 @@ class OnDevice(Dataset):
     def __init__(self, rows, numbers):
         self.rows = rows
         self.numbers = numbers
+        self.reads = 0
 
     def __len__(self):
         return len(self.numbers)
 
     def __getitem__(self, index):
-        # This list of the test is not copied.
-        READ_BY.append((os.getpid(), self.rows, self.numbers))
+        READ_BY.append((os.getpid(), self.rows))
+        self.reads += 1
         return self.numbers[index]
 
 
@@ -125,16 +126,15 @@ READ_BY = []
 
 @pytest.mark.parametrize("container", [lambda rows: rows, lambda rows: {"x": rows}])
 @pytest.mark.parametrize("outer", [lambda data: data, lambda data: Subset(data, [0, 1, 2])])
-def test_a_data_set_on_a_device_is_read_here_and_shares_its_tensors(container, outer, caplog):
+def test_a_data_set_on_a_device_is_read_here_with_its_own_tensors(container, outer, caplog):
     caplog.set_level(logging.INFO)
     READ_BY.clear()
     rows = torch.empty(4, 2, device="meta")
     data = OnDevice(container(rows), torch.arange(3.0))
     assert sorted(batches(outer(data)).batch(3)[0].tolist()) == [0, 1, 2]
-    assert {pid for pid, _, _ in READ_BY} == {os.getpid()}
-    assert all(tensors_in(read)[0] is rows for _, read, _ in READ_BY)
-    # Everything on the host is a copy.
-    assert all(numbers is not data.numbers for _, _, numbers in READ_BY)
+    assert {pid for pid, _ in READ_BY} == {os.getpid()}
+    assert all(tensors_in(read)[0] is rows for _, read in READ_BY)
+    assert data.reads == 0
     assert "since a worker could not read it" not in caplog.text
 
 
@@ -248,7 +248,7 @@ def test_an_error_in_a_worker_is_one_line(caplog):
     caplog.set_level(logging.INFO)
     batches(Numbers(), num_workers=1, worker_init_fn=fails).batch(1)
     assert caplog.messages == [
-        "BatchFinder reads a copy of the data set, since a worker could not read it:"
+        "BatchFinder reads the data set in this process, since a worker could not read it:"
         " OverflowError: Python integer out of bounds"
     ]
 
@@ -288,7 +288,7 @@ def test_few_file_descriptors_are_enough(caplog):
         with caplog.at_level(logging.INFO):
             samples, sizes = read_samples(loader, measure)
     # Without the first sample, the reader would wait for its time-out.
-    assert "reads a copy" not in caplog.text
+    assert "in this process" not in caplog.text
     assert (len(sizes.measured), sizes.is_complete) == (100, True)
     assert len(samples) == 100
 
@@ -384,7 +384,7 @@ def test_a_batch_sampler_that_does_not_follow_is_no_fault_of_a_worker(caplog):
     measure = SampleMeasure(loader.collate_fn, None, ReadingPolicy(), 32, True, float("inf"))
     with caplog.at_level("INFO"), pytest.raises(ValueError, match="its batches do not depend on"):
         read_samples(loader, measure)
-    assert "reads a copy" not in caplog.text
+    assert "in this process" not in caplog.text
 
 
 def test_batches_of_indices_may_be_arrays():
@@ -467,7 +467,7 @@ def test_a_spawned_worker_reads_samples(caplog):
         probe = batches(TensorDataset(torch.arange(40)), len, **spawned)
     # All samples are equally long, and these are the first ones that are drawn.
     assert probe.batch(2)[0][0].tolist() == [24, 26]
-    assert "reads a copy" not in caplog.text
+    assert "in this process" not in caplog.text
 
 
 @dataclass(frozen=True)

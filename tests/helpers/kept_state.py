@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
-from tests.helpers.contract_cases import Case, Net, Noisy, given, shuffled
+from tests.helpers.contract_cases import SAMPLES, Case, Net, Noisy, given, shuffled
 
 
 class _Scaled(Net):
@@ -207,7 +211,145 @@ class Collecting(_Scaled):
         return float(list(self.pool)[1])
 
 
+class Tracked(Callback):
+    """Is known outside of the trainer, with the trainer's logger and profiler."""
+
+    # An attribute of a class, which nothing restores.
+    known: ClassVar[SimpleNamespace]
+
+    def __init__(self) -> None:
+        self.counts = SimpleNamespace(steps=2, inner=[SimpleNamespace(steps=3)])
+        self.averages = {"all": [np.zeros(2)]}
+        self.losses = [0.0] * 20_000
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        Tracked.known = SimpleNamespace(
+            callback=self, logger=trainer.logger, profiler=trainer.profiler
+        )
+
+
+class FindsRealObjects(_Scaled):
+    """Looks for a callback, a logger and a profiler by identity, type, membership and place."""
+
+    def left(self) -> float:
+        trainer = self.trainer
+        known = Tracked.known
+        callbacks = trainer.callbacks
+        assert any(one is known.callback for one in callbacks)
+        assert known.callback in callbacks
+        assert callbacks[callbacks.index(known.callback)] is known.callback
+        assert [one for one in callbacks if type(one) is Tracked] == [known.callback]
+        assert self.logger is trainer.loggers[0] is known.logger
+        assert known.logger in self.loggers
+        assert type(self.logger) is CSVLogger
+        assert trainer.profiler is known.profiler
+        assert type(trainer.profiler) is SimpleProfiler
+        return 1.0
+
+
+class InObjectOfCallback(_Scaled):
+    """Changes what objects and containers in a callback, a logger and a profiler keep."""
+
+    def left(self) -> float:
+        known = Tracked.known
+        callback = next(one for one in self.trainer.callbacks if isinstance(one, Tracked))
+        callback.counts.steps += 1
+        callback.counts.inner[0].steps += 1
+        callback.averages["all"][0] += 1
+        callback.losses.append(1.0)
+        own = [vars(one).setdefault("own", SimpleNamespace(n=0)) for one in vars(known).values()]
+        for one in own:
+            one.n += 1
+        counts = callback.counts.steps + callback.counts.inner[0].steps + len(own) * own[0].n
+        return counts + callback.averages["all"][0].sum() + len(callback.losses) / 1000
+
+
+class InViews(_Scaled):
+    """Changes an array, a view of it and a tensor over the memory of another one."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        self.table = np.zeros(4)
+        self.head = self.table[:2]
+        self.values = torch.zeros(3)
+        self.same_values = self.values.numpy()
+
+    def left(self) -> float:
+        self.table += 1
+        self.head[0] += 1
+        self.values += 1
+        self.same_values[0] += 1
+        assert self.table[0] == self.head[0]
+        assert self.values[0] == self.same_values[0]
+        return float(self.table.sum() + self.values.sum())
+
+
+class InClosure(_Scaled):
+    """A hook fills a list that is an attribute too."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size)
+        features: list[float] = []
+        self.features = features
+        self.layers[0].register_forward_hook(
+            lambda module, inputs, output: features.append(output.mean().item())
+        )
+
+    def left(self) -> float:
+        # The forward pass of this step comes before.
+        return self.features[-1] + len(self.features)
+
+
+class Shuffles(Sampler[int]):
+    """Shuffles a long list of its own again and again."""
+
+    def __init__(self) -> None:
+        self.order = list(range(20_000))
+        self.random = random.Random(1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.random.shuffle(self.order)
+        return iter([index for index in self.order if index < SAMPLES])
+
+
+class Counting(Noisy):
+    """Counts its reads in a long list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = [0] * 20_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        self.reads[index] += 1
+        return x + 0.1 * self.reads[index], y
+
+
+class Plain(_Scaled):
+    """Gets its loader."""
+
+    train_dataloader = Net.train_dataloader
+
+    def left(self) -> float:
+        return 1.0
+
+
+def with_sampler(size: int) -> DataLoader[Any]:
+    return DataLoader(Noisy(), batch_size=size, sampler=Shuffles())
+
+
+_TRACKED = partial(Case, trainer={"profiler": "simple"}, callbacks=lambda: [Tracked()])
+
 KEPT: dict[str, Case] = {
+    "in no copy of a callback": _TRACKED(FindsRealObjects),
+    "in an object of a callback": _TRACKED(InObjectOfCallback),
+    "in an array and its views": Case(InViews),
+    "in a list of an attribute and a closure": Case(InClosure),
+    "in a long list of a sampler": Case(Plain, fit=given(with_sampler)),
+    "in a long list of a data set": Case(Plain, fit=given(lambda size: shuffled(size, Counting()))),
     "on tensors": Case(OnTensors),
     "in a callback": Case(InCallback),
     "in a datamodule and a logger of the module": Case(InHelpers),

@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
-from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.state import snapshot
 from lightning_batchmem.state.snapshot import Snapshot
-from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PROJECT
+from lightning_batchmem.state.walked_kinds import LARGEST_COPIED_BYTES, OF_DATA, OF_PROJECT
 
 
 @dataclass

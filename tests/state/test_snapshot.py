@@ -1,15 +1,16 @@
 """State of a program without Lightning: recorded, and written back in place."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_batchmem.batches.copies import LARGEST_COPIED_BYTES
 from lightning_batchmem.state.saved_storages import SavedStorages
-from lightning_batchmem.state.snapshot import Snapshot, freeze
+from lightning_batchmem.state.snapshot import Snapshot, freeze, restored_parts
+from lightning_batchmem.state.walked_kinds import LARGEST_COPIED_BYTES
 
 
 def test_large_tensors_of_optimizers_and_named_objects_are_restored():
@@ -91,3 +92,35 @@ def test_a_frozen_scheduler_steps_again_afterwards():
     optimizer.step()
     scheduler.step()
     assert scheduler.last_epoch == 1
+
+
+def test_a_long_list_of_a_part_is_restored_and_its_items_are_left_alone():
+    part = SimpleNamespace(rows=[[0] for _ in range(10_001)], few=[[0]])
+    rows = list(part.rows)
+    with restored_parts([("part", part)]) as restored:
+        part.rows[5].append(1)
+        part.rows.reverse()
+        part.few[0].append(1)
+        part.few.append(2)
+        part.new = 1
+    assert restored.not_restorable == []
+    assert all(one is other for one, other in zip(part.rows, rows, strict=True))
+    assert (part.rows[5], part.few, hasattr(part, "new")) == ([0, 1], [[0]], False)
+
+
+def test_parts_are_restored_after_an_interrupt(monkeypatch):
+    part = [1]
+    restored = restored_parts([("part", part)])
+    write_back = SavedStorages.write_back
+    calls = []
+
+    def interrupted(storages):
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        write_back(storages)
+
+    monkeypatch.setattr(SavedStorages, "write_back", interrupted)
+    with pytest.raises(KeyboardInterrupt), restored:
+        part.append(2)
+    assert (part, len(calls)) == ([1], 2)
