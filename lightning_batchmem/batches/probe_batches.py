@@ -311,6 +311,8 @@ class _LoaderBatches:
             return ""
         sizes = self.choice.sizes
         typical = sizes.typical_count(self.count(batch_size)) * batch_size // self.count(batch_size)
+        if typical <= batch_size:
+            return ""
         return (
             f"{batch_size:,} fits even if every sample is the longest"
             f" ({max(sizes.measured):,.0f} bytes, median {statistics.median(sizes.measured):,.0f});"

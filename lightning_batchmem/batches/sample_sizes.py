@@ -7,7 +7,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from lightning_batchmem.plan.policy import ReadingPolicy
 class SampleSizes:
     """Sizes of the samples that were measured, and bytes of the few of them that are available.
 
-    The available samples are known here by their position. They are spread over the data set; the
-    last one is the largest sample, unless it is among the others.
+    The available samples are known here by their position. The first are spread over the data set;
+    after them come the longest of each part, unless these are among the others.
     """
 
     # Every measured sample has a size: its bytes in a batch.
@@ -39,6 +39,8 @@ class SampleSizes:
     def difference(self) -> str:
         """A sentence about samples that differ in size."""
         sizes = self.measured
+        if max(sizes) == statistics.median(sizes):
+            return f"Samples differ in shape: {len(sizes):,} were read."
         return (
             f"Samples differ in size: of {len(sizes):,} the largest has {max(sizes):,.0f} bytes in"
             f" a batch and the median {statistics.median(sizes):,.0f}."
@@ -74,7 +76,7 @@ class SampleSizes:
         A sample that is the longest in several ways is there once.
         """
         order = self.by_bytes[::-1]
-        columns = zip(*self.parts, strict=False)
+        columns = zip_longest(*self.parts, fillvalue=0)
         longest = [max(order, key=column.__getitem__) for column in columns]
         return [*dict.fromkeys([order[0], *longest])]
 

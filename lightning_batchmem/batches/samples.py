@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from operator import gt
 from typing import Any, NamedTuple
 
 import torch
@@ -300,16 +299,20 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     # First the samples that are spread over the data set.
     kept: list[tuple[tuple[int, ...], Any]] = []
     sizes: list[float] = []
+    largest: tuple[int, ...] = ()
     spread_count = 0
     is_ragged = False
     is_complete = False
     start = time.monotonic()
     try:
         for num_read, measured in enumerate(_each_measured(reader, errors), 1):
+            largest = tuple(map(max, zip_longest(largest, measured.sizes, fillvalue=0)))
             for sent in measured.samples:
                 # The sample takes the place of those that were the largest until now.
                 kept[spread_count:] = [
-                    one for one in kept[spread_count:] if any(map(gt, one[0], measured.sizes))
+                    one
+                    for one in kept[spread_count:]
+                    if _has_longest(one[0], largest, measured.sizes)
                 ]
                 # The bytes are those of a child of this process.
                 sample = pickle.loads(sent) if reader.num_workers else copied(sent)  # noqa: S301
@@ -349,6 +352,12 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     sample_bytes = [sum(of_sample[:1]) for of_sample in parts]
     sizes_of_samples = SampleSizes(sizes, sample_bytes, is_ragged, is_complete, left_out, parts)
     return [sample for _, sample in kept], sizes_of_samples
+
+
+def _has_longest(sizes: tuple[int, ...], largest: tuple[int, ...], newer: tuple[int, ...]) -> bool:
+    """Whether a sample has the largest of some size, which a newer sample has not."""
+    each = zip_longest(sizes, largest, newer, fillvalue=0)
+    return any(size == most > other for size, most, other in each)
 
 
 def _each_measured(reader: DataLoader[Any], errors: list[Exception]) -> Iterator[MeasuredSample]:

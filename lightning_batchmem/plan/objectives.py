@@ -60,7 +60,7 @@ class Largest:
             if not known.limits.catches_errors:
                 # Small sizes may hide what grows behind a larger part that does not.
                 size = min(size, growth * last)
-            if size < policy.least_growth * last:
+            if size < known.least_next_size:
                 size = 0
         if size >= known.smallest_failed:
             size = 0
@@ -124,7 +124,7 @@ class Fastest:
         if len(known.ran) == 1:
             most = _largest_second_size(known)
         size = min(rounded(int(min(2 * last, most)), known.limits), size_range(known.limits)[1])
-        return size if size >= policy.least_growth * last else None
+        return size if size >= known.least_next_size else None
 
     def next_rehearsal(self, known: TrialsSoFar) -> int | None:
         """Return the fastest size; None if it passed."""

@@ -70,6 +70,16 @@ class TrialsSoFar:
         return max(t.batch_size for t in self.trials if t.kind == "probe" and t.outcome == "ok")
 
     @property
+    def least_next_size(self) -> float:
+        """The least size that is worth a measurement after the largest one that ran."""
+        growth = self.policy.least_growth
+        if self.limits.is_host:
+            # Each size that ran shows that a larger one is certain to fit, which is little larger
+            # where gradients take most of the room.
+            growth = (1 + growth) / 2
+        return growth * self.largest_ran
+
+    @property
     def num_errors(self) -> int:
         """How many rehearsals ran out of memory."""
         return sum(
@@ -153,7 +163,6 @@ class TrialsSoFar:
         grown_bytes = last.held_bytes - last.fixed_bytes
         sample_bytes = 0.0
         if self.memory is not None:
-            grown_bytes = last.growing_bytes
             slope = max(line.slope for line in self.memory.lines.values())
             sample_bytes = slope / self.policy.host_share
         sample_bytes = max(1.0, sample_bytes, grown_bytes / last.batch_size)

@@ -94,6 +94,10 @@ def rehearse(
                 highest_bytes = max([before_bytes, *peaks])
                 is_higher = highest_bytes > (1 + DIFFERING_SHARE) * before_bytes
                 is_random = 0 < consecutive.num_draws < policy.more_steady_steps
+                # A step of the project may count on no more of them than the training has.
+                calls = (policy.more_steady_steps + SHORT_REHEARSAL) * consecutive.calls_per_step
+                batches_left = program.batches_in_training(batch_size) - consecutive.num_calls
+                is_random = is_random and batches_left > calls
                 # What is kept is measured below, by steps that a short rehearsal has to spare.
                 # If only some of the ranks that step together ran more, they would wait forever.
                 if not on_any_rank((is_higher or is_random) and not has_risen(steady)):

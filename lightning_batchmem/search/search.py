@@ -14,7 +14,13 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Chosen, Growth, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
-from lightning_batchmem.plan.sizes import accumulated_batches, largest_where, rounded, size_range
+from lightning_batchmem.plan.sizes import (
+    accumulated_batches,
+    is_allowed,
+    largest_where,
+    rounded,
+    size_range,
+)
 from lightning_batchmem.search.earlier_plan import (
     earlier_plan_not_used,
     find_earlier_plan,
@@ -132,9 +138,10 @@ class BatchSizeSearch:
 
     def with_rehearsal(self, plan: Plan, batch_size: int) -> Plan:
         """The plan of this search with a rehearsal of one more size, where the data allow it."""
-        if batch_size > self._limits.max_batch_size or any(
+        is_rehearsed = any(
             trial.batch_size == batch_size and trial.kind == "rehearsal" for trial in self._trials
-        ):
+        )
+        if is_rehearsed or not is_allowed(batch_size, self._limits):
             return plan
         trial = self._run(NextSize(batch_size, "rehearsal"))
         notes = dict.fromkeys((*plan.notes, *trial.notes))

@@ -52,14 +52,15 @@ class ConsecutiveSteps:
         self._steps = steps
         self._batch_size = batch_size
         self._steps_left = most_steps
-        self._calls = 1
+        # How often the program runs in each of them.
+        self.calls_per_step = 1
         # How often the program has run in these steps.
         self.num_calls = 0
         # How often it has drawn random numbers on the CPU. Those of dropout are of the device.
         self.num_draws = 0
 
     def __enter__(self) -> ConsecutiveSteps:
-        self._calls = self._steps.begin(self._batch_size)
+        self.calls_per_step = self._steps.begin(self._batch_size)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -182,8 +183,8 @@ class ConsecutiveSteps:
         end_bytes = None
         calls = []
         try:
-            for call in range(self._calls):
-                index = number * self._calls + call
+            for call in range(self.calls_per_step):
+                index = number * self.calls_per_step + call
                 meter.begin_call(steps.first_phase, counter)
                 # Loader workers make the batches of a training while the device computes.
                 steps.make_batch(self._batch_size, index, other_lengths=other_lengths)
@@ -205,7 +206,7 @@ class ConsecutiveSteps:
                 is_primary,
                 self._batch_size,
                 tuple(calls),
-                is_complete=len(calls) == self._calls,
+                is_complete=len(calls) == self.calls_per_step,
                 has_peaks=has_peaks and not is_counted_apart,
                 has_times=has_times and is_primary,
                 is_repeated=is_repeated,

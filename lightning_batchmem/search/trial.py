@@ -14,7 +14,7 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_t
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
-from lightning_batchmem.plan.sizes import accumulated_batches
+from lightning_batchmem.plan.sizes import accumulated_batches, size_range
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.limits import RAGGED_SHARE
 from lightning_batchmem.search.meter import TrialMeter, other_bytes_at_start, sample_bytes
@@ -313,13 +313,13 @@ def _outcome(
         return "allocator_retry"
     # On the host the needed bytes are those of tensors, but the limit is that of the process.
     needed_bytes = max(trial.needed_bytes, trial.held_bytes)
-    if trial.kind == "rehearsal" and trial.batch_size > limits.min_batch_size:
+    if trial.kind == "rehearsal" and trial.batch_size > size_range(limits)[0]:
         # Where a checkpoint had no room beside what the steps left, a training was killed. No size
         # below the smallest one could leave more.
         needed_bytes = max(needed_bytes, trial.held_bytes + trial.set_aside_bytes)
     # The last page of an expandable segment may exceed an enforced limit.
     is_exact = not is_limit_enforced or trial.differing_bytes
-    if needed_bytes > limits.limit_bytes and is_exact:
+    if needed_bytes > limits.filled_bytes and is_exact:
         return "over_limit"
     return "ok"
 

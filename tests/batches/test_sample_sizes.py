@@ -143,6 +143,16 @@ def test_the_policy_limits_the_random_batches(policy, largest):
     assert LargestSum(sizes, ReadingPolicy(**policy)).batch_bytes(1, 100) == largest
 
 
+def test_a_part_that_some_samples_lack_has_its_longest_too():
+    parts = [(900, 8), (500, 4, 400), (100, 4)]
+    assert SampleSizes([900.0, 500.0, 100.0], [900, 500, 100], parts=parts).longest == [0, 1]
+
+
+def test_samples_of_equal_bytes_differ_in_shape():
+    assert SampleSizes([8.0, 8.0], [8, 8]).difference == "Samples differ in shape: 2 were read."
+    assert "the largest has 9 bytes" in SampleSizes([8.0, 9.0], [8, 9]).difference
+
+
 def test_how_many_random_samples_take_what_the_longest_take():
     # Half of the samples have one byte, and half have nine. The largest of two has (1 + 3 * 9) / 4.
     sizes = SampleSizes([1.0, 9.0], [1, 9], is_ragged=True)

@@ -479,3 +479,14 @@ class Row:
 def test_workers_send_samples_without_the_storage_around_them():
     row = Row(torch.zeros(1000, 100)[3], range(3))
     assert without_views(row).x.untyped_storage().nbytes() == 400
+
+
+def test_samples_that_are_the_longest_in_no_way_are_not_kept():
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.randint(1, 100, (300, 4), generator=generator)
+    data = [[torch.zeros(int(length)) for length in shape] for shape in shapes]
+    loader = DataLoader(data, collate_fn=list, shuffle=True)
+    # There is no room for samples that are spread over the data set, besides the first.
+    samples, sizes = read_samples(loader, SampleMeasure(list, None, ReadingPolicy(), 32, True, 0))
+    assert [max(column) for column in zip(*sizes.parts, strict=True)][1:] == [99] * 4
+    assert len(samples) <= 1 + 5

@@ -124,6 +124,12 @@ def test_one_more_size_is_rehearsed(device, also_size, outcome):
     assert found == ([] if outcome is None else [(also_size, "rehearsal", outcome)])
 
 
+def test_a_size_that_does_not_keep_the_step_is_not_rehearsed(device):
+    options = {"target_batch_size": 64}
+    result = searched(FakeProgram(device, law), also_size=48, **options)
+    assert 48 not in [trial.batch_size for trial in result.trials]
+
+
 def test_a_failure_has_the_memory_breakdown(device):
     device.as_host()
     program = FakeProgram(device, lambda size: law(size) + 450 * MIB)

@@ -69,10 +69,13 @@ def test_more_steps_are_run_where_a_step_draws_random_numbers(draw, device):
     assert steps_of_rehearsal(Drawing(device, draw, every=10), device) == 7 + 60
 
 
-def test_a_short_rehearsal_of_random_steps_is_as_long_as_others(device, monkeypatch):
-    monkeypatch.setattr(FakeProgram, "batches_in_training", lambda program, size: 50)
+@pytest.mark.parametrize(("batches", "full_steps"), [(90, 7 + 60), (50, 7 + 30), (12, 7)])
+def test_random_steps_of_a_short_training_are_no_more_than_it_has(
+    device, monkeypatch, batches, full_steps
+):
+    monkeypatch.setattr(FakeProgram, "batches_in_training", lambda program, size: batches)
     assert steps_of_rehearsal(FakeProgram(device, lambda size: size), device) == 7
-    assert steps_of_rehearsal(Drawing(device, random.random, every=10), device) == 7 + 60
+    assert steps_of_rehearsal(Drawing(device, random.random, every=10), device) == full_steps
 
 
 def test_steps_are_no_more_where_nothing_on_the_cpu_draws_in_them(device):

@@ -3,6 +3,7 @@
 import itertools
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Trial, mib
 from lightning_batchmem.search import rehearsal
@@ -406,3 +408,14 @@ def test_a_checkpoint_has_room_beside_a_rehearsal_above_the_smallest_size(
     limits = SearchLimits(100, 2, 8, "dataset", is_host=True)
     trial = Trial(batch_size, "ok", {"forward": 60}, kind, held_peak_bytes=80, set_aside_bytes=21)
     assert _outcome(trial, limits, [], is_limit_enforced=False) == outcome
+    # The smallest size may be larger than min_batch_size.
+    threes = replace(limits, options=SearchOptions(multiple_of=3))
+    assert _outcome(trial, threes, [], is_limit_enforced=False) == "ok"
+
+
+def test_ragged_steps_that_ranks_take_together_leave_a_share_free():
+    limits = SearchLimits(100, 2, 8, "dataset", fragmented_bytes=12)
+    trial = Trial(4, "ok", {"forward": 60}, "rehearsal", held_peak_bytes=90, needed_bytes=90)
+    assert _outcome(trial, limits, [], is_limit_enforced=False) == "ok"
+    together = replace(limits, steps_are_collective=True)
+    assert _outcome(trial, together, [], is_limit_enforced=False) == "over_limit"
