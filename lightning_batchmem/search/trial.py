@@ -262,9 +262,11 @@ class TrialRunner:
         # Ragged batches have a lower limit already, and what grows has a sentence of its own.
         if not (limits.is_host or limits.fragmented_bytes or meter.growth):
             differing_bytes = differing_peaks(readings)
-        if differing_bytes:
+        # Where ranks take steps together, more stays free in any case.
+        if differing_bytes and limits.catches_errors:
             # A later step may need more, and each one leaves other blocks in the cache.
-            needed_bytes = max(needed_bytes, int(live_bytes / RAGGED_SHARE))
+            changing_bytes = live_bytes - meter.fixed_bytes
+            needed_bytes = max(needed_bytes, meter.fixed_bytes + int(changing_bytes / RAGGED_SHARE))
         notes = []
         if meter.has_idle_optimizer:
             notes.append(
