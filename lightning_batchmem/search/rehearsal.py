@@ -85,6 +85,8 @@ def rehearse(
     with ConsecutiveSteps(meter, primary, batch_size, most_steps) as consecutive:
         consecutive.warm_up(policy.rehearsal_warmup_steps)
         steady = consecutive.run_steady(steady_steps)
+        # These come first, because a short rehearsal may have no other steps left.
+        consecutive.run_others()
         peaks = step_peaks(steady)
         before_bytes = min(peaks)
         # On the host these peaks are those of the resident set, which do not count.
@@ -105,7 +107,6 @@ def rehearse(
                 before_bytes = highest_bytes
                 run = consecutive.run_more if on_any_rank(is_random) else consecutive.run_steady
                 peaks = step_peaks(run(policy.more_steady_steps))
-        consecutive.run_others()
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):
             _measure_growth(meter, consecutive, primary, batch_size)

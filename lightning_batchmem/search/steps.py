@@ -190,13 +190,15 @@ class ConsecutiveSteps:
                 steps.make_batch(self._batch_size, index, other_lengths=other_lengths)
                 # A loop may make its batch on the device, which works on it while the host goes on.
                 meter.device.synchronize()
-                states = _random_states()
+                # Only there they matter, and on the host they would count as live bytes.
+                counts_draws = meter.device.reports_requested_bytes
+                states = _random_states() if counts_draws else b""
                 begin = self._seconds()
                 steps.run()
                 self.num_calls += 1
                 meter.device.synchronize()
                 calls.append(meter.end_call(self._seconds() - begin, counter))
-                self.num_draws += _random_states() != states
+                self.num_draws += counts_draws and _random_states() != states
             after = meter.device.counters()
             if not is_counted_apart:
                 end_bytes = meter.end_bytes()
