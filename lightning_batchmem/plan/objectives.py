@@ -202,6 +202,8 @@ def _largest_second_size(known: TrialsSoFar) -> float:
     # Where an error is caught, the next size is tried even if it is not certain to fit.
     if known.limits.catches_errors:
         return max(known.size_at_limit, following)
+    if known.predicted_size >= following and not known.limits.is_host:
+        return known.predicted_size
     # Gradients may be most of what seems to grow, so the next size may fit where none seems to.
     return min(max(known.predicted_size, following), known.certain_size)
 

@@ -529,6 +529,11 @@ def test_what_the_process_of_the_host_has_taken_may_all_grow(besides_bytes, expe
     assert drive(run, limits(low=2, is_host=True)).text == expected
 
 
+def test_what_the_process_has_taken_bounds_no_size_that_ranks_take_together_on_a_device():
+    run = with_gradients(4800, 2000, 10, besides_bytes=1000)
+    assert drive(run, limits(low=2, **COLLECTIVE)).text.startswith("2p 4p 16p ")
+
+
 def test_what_backward_makes_below_the_gradients_counts_on_the_host():
     """As with activation checkpoints: the forward pass keeps 10 bytes of a sample, backward 200."""
 
