@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.limits import ProjectStep
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide, runs_left
 from tests.helpers.simulated_search import (
@@ -657,3 +658,14 @@ def test_about_as_many_runs_are_left_as_most_searches_have():
     left = [runs_left(NextSize(1000, "probe"), probes[:count]) for count in range(6)]
     assert left == [3, 2, 1, 1, 1, 1]
     assert runs_left(NextSize(1000, "rehearsal"), []) == 0
+
+
+@pytest.mark.parametrize("differing_bytes", [(), (900, 300)])
+def test_lines_predict_no_larger_size_where_equal_steps_differ(differing_bytes):
+    def run(step):
+        return with_changes(device(STRAIGHT)(step), differing_bytes=differing_bytes)
+
+    bounds = with_changes(limits(cap=50, step=ProjectStep(33)), max_reason="recipe")
+    plan = drive(run, bounds).plan
+    assert plan.batch_size == 50
+    assert (plan.largest_batch_size > 50) is (differing_bytes == ())

@@ -69,7 +69,9 @@ def test_more_steps_are_run_where_a_step_draws_random_numbers(draw, device):
     assert steps_of_rehearsal(Drawing(device, draw, every=10), device) == 7 + 60
 
 
-@pytest.mark.parametrize(("batches", "full_steps"), [(90, 7 + 60), (50, 7 + 30), (12, 7)])
+@pytest.mark.parametrize(
+    ("batches", "full_steps"), [(90, 7 + 60), (50, 7 + 30), (23, 7 + 15), (22, 7)]
+)
 def test_random_steps_of_a_short_training_are_no_more_than_it_has(
     device, monkeypatch, batches, full_steps
 ):
