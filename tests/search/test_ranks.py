@@ -76,7 +76,11 @@ TWO_RANKS = {
     "collectives": {"budgets": [400, 300], "collectives": True, "varies": 0},
     "collectives of an epoch": {"collectives_of_epoch": True, "varies": 0},
     "target": {"finder": {"target_batch_size": 96, "lr_scaling": "linear"}},
-    "own size": {"finder": {"objective": "auto", "min_steps_per_epoch": "auto"}, "batch_size": 8},
+    "own size": {
+        "finder": {"objective": "auto", "min_steps_per_epoch": "auto"},
+        "batch_size": 8,
+        "step_seconds": 0.02,
+    },
     "own size does not fit on rank 1": {
         "finder": {"objective": "auto", "min_steps_per_epoch": "auto"},
         "budgets": [400, 250],
