@@ -107,7 +107,7 @@ class BatchFinder(Callback):
             size, or a path to it through attributes and dicts, such as ``"kwargs.batch_size"``.
             Under the default a search in ``fit`` looks for another place if the loaders do not
             follow ``batch_size``. Set it if several attributes may be meant.
-        worst_case: which samples the search uses: ``"longest"`` takes the largest one (of up to
+        worst_case: which samples the search uses: ``"longest"`` takes the largest ones (of up to
             10,000), ``"typical"`` spreads them over the data set. Default: if they differ in size,
             the largest ones if the collate function pads, with the longest of each tensor, and
             samples as in the largest of 1,000 random batches if it concatenates.

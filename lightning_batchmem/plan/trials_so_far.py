@@ -152,12 +152,13 @@ class TrialsSoFar:
         return self._free_bytes - max(trial.set_aside_bytes for trial in self.ran)
 
     def _certain_size(self, room_bytes: int) -> float:
-        """The largest size that takes so many bytes more than the largest that ran.
+        """The largest size that takes at most this many bytes more than the largest that ran.
 
         What does not last grows at most in proportion to the size, also where lines show nothing
         yet: backward may make it below gradients that are larger so far.
 
-        Source: with lines of tensors alone, processes were killed that held much besides.
+        Source: where only the lines of tensors counted, the system killed processes that held much
+        besides tensors.
         """
         last = self.ran[-1]
         grown_bytes = last.held_bytes - last.fixed_bytes

@@ -37,7 +37,7 @@ Source: otherwise they have 7 to 25 and more, and would cost as much as such a t
 """
 
 STEPS_THAT_FOLLOW = 3
-"""Training steps that follow the steady ones, at most, where no other batches have been formed."""
+"""Steps that a training has after the steady ones: the last batch, and those of the next epoch."""
 
 MOST_REPEATS = 4
 """More steady steps are run at most this often."""
@@ -98,12 +98,12 @@ def rehearse(
                 # Depth or size of the images may be random, and some draw it every tenth step.
                 highest_bytes = max([before_bytes, *peaks])
                 is_higher = highest_bytes > (1 + DIFFERING_SHARE) * before_bytes
-                is_random = 0 < consecutive.num_draws < policy.more_steady_steps
-                # A step of the project may count on no more of them than the training has. A few
-                # follow these.
+                # A step of the project may count on no more steps than the training has.
                 calls = (policy.more_steady_steps + STEPS_THAT_FOLLOW) * consecutive.calls_per_step
                 batches_left = program.batches_in_training(batch_size) - consecutive.num_calls
-                is_random = is_random and batches_left >= calls
+                is_random = batches_left >= calls and (
+                    0 < consecutive.num_draws < policy.more_steady_steps
+                )
                 # What is kept is measured below, by steps that a short rehearsal has to spare.
                 # If only some of the ranks that step together ran more, they would wait forever.
                 if not on_any_rank((is_higher or is_random) and not has_risen(steady)):

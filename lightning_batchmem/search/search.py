@@ -113,14 +113,12 @@ class BatchSizeSearch:
             limit_bytes=self._room.limit_bytes(),
             ranks=self._ranks,
         )
-        reused: Chosen | SearchFailed | None = None
-        if earlier_plan is not None:
-            reused = self._rehearse_again(earlier_plan)
-            if isinstance(reused, SearchFailed):
-                notes = [earlier_plan_not_used(reused.reason)]
-        # The speeds of an earlier plan are of another run.
-        chosen = reused if isinstance(reused, Chosen) else self._compared(self._found())
-        chosen, of_growth = self._with_growth(chosen)
+        chosen = None if earlier_plan is None else self._rehearse_again(earlier_plan)
+        if isinstance(chosen, SearchFailed):
+            notes = [earlier_plan_not_used(chosen.reason)]
+        chosen, of_growth = self._with_growth(
+            chosen if isinstance(chosen, Chosen) else self._found()
+        )
         return self._plan(chosen, [*of_growth, *notes])
 
     def confirm(self, plan: Plan) -> Plan:
@@ -132,9 +130,7 @@ class BatchSizeSearch:
             RuntimeError: if no size fits.
         """
         chosen = self._rehearse_again(plan)
-        if isinstance(chosen, SearchFailed):
-            chosen = self._compared(self._found())
-        return self._plan(chosen, [])
+        return self._plan(chosen if isinstance(chosen, Chosen) else self._found(), [])
 
     def with_rehearsal(self, plan: Plan, batch_size: int) -> Plan:
         """The plan of this search with a rehearsal of one more size, where the data allow it."""
@@ -185,7 +181,11 @@ class BatchSizeSearch:
         )
 
     def _found(self) -> Chosen:
-        """Run sizes until one is chosen; where the project's own does not fit, keep its step."""
+        """Run sizes until one is chosen; where the project's own does not fit, keep its step.
+
+        The size is timed beside that of the project, except where times mean nothing. Those of an
+        earlier plan are of another run.
+        """
         self._trials = ()
         why_kept = ""
         while not isinstance(step := decide(self._trials, self._limits, self._policy), Chosen):
@@ -201,24 +201,17 @@ class BatchSizeSearch:
             else:
                 texts = [step.reason, *self._explanation(), *self._room.notes]
                 raise RuntimeError(" ".join(texts))
-        if not why_kept:
-            return step
-        reason = (
-            f"{self._limits.unit.size(step.batch_size)}: {why_kept}. Accumulation keeps the samples"
-            " of an optimizer step."
-        )
-        return replace(step, limited_by="memory", reason=reason)
-
-    def _compared(self, chosen: Chosen) -> Chosen:
-        """The chosen size or that of the project, after both were timed."""
-        if self._is_simulated:
-            return chosen
-        return self._own_size().compared(chosen, self._run)
+        if why_kept:
+            reason = (
+                f"{self._limits.unit.size(step.batch_size)}: {why_kept}. Accumulation keeps the"
+                " samples of an optimizer step."
+            )
+            step = replace(step, limited_by="memory", reason=reason)
+        return step if self._is_simulated else self._own_size().compared(step, self._run)
 
     def _runner_of(self, program: Program) -> TrialRunner:
-        room = self._room
         return TrialRunner(
-            program, room.device, self._ranks, self._policy, self._progress.begin_step
+            program, self._room.device, self._ranks, self._policy, self._progress.begin_step
         )
 
     def _own_size(self) -> OwnSize:
@@ -281,7 +274,9 @@ class BatchSizeSearch:
 
         size = min(self._ranks.exchange(largest_where(fits, 0, trial.batch_size - 1)))
         if self._limits.step.may_keep and 0 < size < (self._limits.step.batch_size or 0):
-            self._limits = self._limits_of(keeps_step=True)
+            are_collective = self._limits.steps_are_collective
+            limits = self._limits_of(keeps_step=True)
+            self._limits = replace(limits, steps_are_collective=are_collective)
         size = rounded(size, self._limits)
         return size if size >= size_range(self._limits)[0] else 0
 

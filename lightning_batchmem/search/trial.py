@@ -190,6 +190,7 @@ class TrialRunner:
         """Leave a share of the room free once the allocator has released its cache in a trial."""
         self._before_step()
         if self._num_retries() > retries_before:
+            # In the steps after the first of these, the limit is this low already.
             lower_bytes = limits.limit_bytes - limits.fragmented_bytes
             limit.enter_context(self._device.limit_enforced(lower_bytes))
 
