@@ -52,6 +52,7 @@ from benchmarks.common import ROOT, command_line, machine, markdown, one_line, s
 from benchmarks.no_harm_projects import PROJECTS, Run
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.own_size import SLOWER_SHARE
+from tests.helpers.plans import search_notes, training_notes
 
 RESULTS = ROOT / "benchmarks" / "results" / "no_harm.json"
 
@@ -156,8 +157,8 @@ def train(name: str, way: str, seed: int, most_epochs: int) -> Row:
         if isinstance(callback, BatchFinder) and callback.plan is not None:
             row |= {
                 "batch_size": callback.plan.batch_size,
-                "warnings": callback.plan.warnings,
-                "first_note": "".join(callback.plan.notes[:1]),
+                "warnings": training_notes(callback.plan),
+                "first_note": "".join(search_notes(callback.plan)[:1]),
                 "first_row": first_row(callback.plan.short_text()),
             }
             if seed == 0:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from quickstart import Classifier, Digits
 
-from lightning_batchmem import BatchFinder, find_batch_size
+from lightning_batchmem import BatchFinder, NothingFitsError, find_batch_size
 
 # A plan is used again only where these and the arguments of the Trainer are the same.
 OPTIONS: dict[str, Any] = {"memory_limit": "1GiB", "max_batch_size": 64}
@@ -37,11 +37,8 @@ def main() -> None:
     def objective(trial: optuna.Trial) -> float:
         try:
             return train(trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True))
-        except RuntimeError as error:
+        except (NothingFitsError, torch.OutOfMemoryError) as error:
             message = str(error)
-            # Other errors are faults of the program.
-            if not isinstance(error, torch.OutOfMemoryError) and "Nothing fits" not in message:
-                raise
         finally:
             # The error, which kept the variables of `train` alive, is gone here. Parts of a Trainer
             # refer to each other, so only a garbage collection frees their tensors.

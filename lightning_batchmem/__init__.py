@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from lightning_batchmem.comparison import Comparison, Variant, compare
     from lightning_batchmem.find import find_batch_size, find_batch_size_of_loop
     from lightning_batchmem.memory_profiler import MemoryProfiler
+    from lightning_batchmem.plan.notes import Note
     from lightning_batchmem.plan.plan import Plan
     from lightning_batchmem.plan.records import Line, MemoryModel, Trial
+    from lightning_batchmem.search.search import NothingFitsError
 
 __all__ = [
     "BatchFinder",
@@ -20,6 +22,8 @@ __all__ = [
     "Line",
     "MemoryModel",
     "MemoryProfiler",
+    "Note",
+    "NothingFitsError",
     "Plan",
     "Trial",
     "Variant",
@@ -32,8 +36,10 @@ _NAMES = {
     "comparison": ("Comparison", "Variant", "compare"),
     "find": ("find_batch_size", "find_batch_size_of_loop"),
     "memory_profiler": ("MemoryProfiler",),
+    "plan.notes": ("Note",),
     "plan.plan": ("Plan",),
     "plan.records": ("Line", "MemoryModel", "Trial"),
+    "search.search": ("NothingFitsError",),
 }
 
 

@@ -142,7 +142,7 @@ class BatchFinder(Callback):
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
             cannot be set.
-        RuntimeError: at ``fit`` when no size fits.
+        NothingFitsError: at ``fit`` when no size fits.
 
     Example:
         >>> from lightning.pytorch import Trainer

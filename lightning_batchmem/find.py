@@ -83,7 +83,7 @@ def find_batch_size(
     Raises:
         ValueError: for an argument out of range, a trainer that would not train or that trains in
             other processes (``ddp_spawn``), and a project whose batch size cannot be set.
-        RuntimeError: when no size fits.
+        NothingFitsError: when no size fits.
 
     Example:
         >>> from lightning_batchmem import find_batch_size
@@ -150,7 +150,7 @@ def find_batch_size_of_loop(
 
     Raises:
         ValueError: for an argument out of range.
-        RuntimeError: when no size fits.
+        NothingFitsError: when no size fits.
 
     Example:
         >>> from lightning_batchmem import find_batch_size_of_loop

@@ -42,6 +42,7 @@ from tests.helpers.lawful import (
     loader,
     quiet_trainer,
 )
+from tests.helpers.plans import search_notes
 
 PROJECT_SIZE = 3
 # The fixture `device` has this budget.
@@ -65,7 +66,7 @@ def test_the_size_is_the_largest_that_fits_and_training_uses_it(search, device, 
     assert device.num_ooms == 0
     assert Plan.from_json(plan.to_json()) == plan
     note = "If you compute values from `batch_size` in __init__ or setup, they keep the old size."
-    assert plan.notes.count(note) == 1
+    assert search_notes(plan).count(note) == 1
     printed = capsys.readouterr().out
     assert printed == f"{plan.short_text()}\n"
     rows = [line for line in printed.splitlines() if not line.startswith(" " * 12)]
@@ -228,7 +229,7 @@ def test_a_tiny_data_set(search, device, samples):
     # A data set of one sample is smaller than the first size of a search.
     assert plan.verified == (samples > 1)
     # No attribute has the size, so no value can be computed from it.
-    assert not any("If you compute values" in note for note in plan.notes)
+    assert not any("If you compute values" in note for note in search_notes(plan))
 
 
 @pytest.mark.parametrize(
@@ -491,13 +492,13 @@ def test_a_note_names_callbacks_that_did_not_run(search, device, callback, is_na
     # The limit of the search is not that of this process.
     callback.device_memory = lambda _: device
     plan = search(Lawful(device, law), callback, **options)
-    notes = [note for note in plan.notes if "Callbacks do nothing in a search" in note]
+    notes = [note for note in search_notes(plan) if "Callbacks do nothing in a search" in note]
     assert bool(notes) == is_named
     if is_named:
         assert f"not counted: {type(callback).__name__}. Leave room" in notes[0]
     # Below the limit there is room for what they keep.
     plan = search(Lawful(device, law), callback, options={"max_batch_size": 9}, **options)
-    assert not any("Callbacks do nothing" in note for note in plan.notes)
+    assert not any("Callbacks do nothing" in note for note in search_notes(plan))
 
 
 def test_a_callback_may_give_the_module_an_attribute_in_setup(search, device):
@@ -547,7 +548,7 @@ def test_a_step_that_needs_more_than_two_samples(search, device, kind, least):
     plan = search(kind(device, least), limit_val_batches=0)
     assert plan.batch_size == FOUND
     assert min(trial.batch_size for trial in plan.trials) == 16
-    (note,) = [note for note in plan.notes if "were left out" in note]
+    (note,) = [note for note in search_notes(plan) if "were left out" in note]
     assert note.startswith("Sizes below 16, your own, were left out: at 2 there was an error (")
 
 
@@ -981,7 +982,7 @@ def loader_that_stops(module):
         (
             lambda device, law: Evaluated(device),
             NO_SIZE,
-            "^RuntimeError.*No .* lies between .*: val_check_interval allows no more than 0"
+            "^NothingFitsError.*No .* lies between .*: val_check_interval allows no more than 0"
             " samples",
         ),
     ],

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers.budgets import Tokens, WithinBudget, stream_of_batches, within_budget
 from tests.helpers.lawful import MIB, Lawful, quiet_trainer
+from tests.helpers.plans import search_notes, training_notes
 from tests.helpers.samples import pad
 
 # Texts of 8 tokens, and some of 100.
@@ -190,7 +191,7 @@ def test_a_target_and_a_learning_rate_speak_of_the_budget(search, device):
     plan = search(module, options=options(target_batch_size=8192))
     assert (plan.batch_size, plan.accumulate_grad_batches) == (4096, 2)
     assert "max_tokens 512 -> 8,192 (2 x 4,096): 16 times" in plan.training
-    assert any("step has max_tokens 8,192 instead of 512" in text for text in plan.warnings)
+    assert any("step has max_tokens 8,192 instead of 512" in text for text in training_notes(plan))
 
 
 class Both(Texts):
@@ -236,7 +237,7 @@ def test_a_plan_of_a_budget_is_used_again(search, device):
     assert again.reason.startswith(f"max_tokens {FOUND:,}: the size of an earlier plan")
     # A size in samples is no budget.
     in_samples = search(Texts(device), options=options(plan=replace(first, budget_name=None)))
-    assert any("The earlier plan was not used: it has" in note for note in in_samples.notes)
+    assert any("The earlier plan was not used: it has" in note for note in search_notes(in_samples))
 
 
 class Fixed(Texts):

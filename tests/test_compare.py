@@ -109,7 +109,7 @@ def test_a_variant_that_fails_is_a_row_and_the_others_follow(capsys):
     result = compare(make, variants, base=CPU, max_batch_size=8)
     wrong, short, broken, plain = result.variants
     assert wrong.error.startswith("ValueError: Precision 'no' is invalid.")
-    assert short.error.startswith("RuntimeError: Nothing fits: 2 samples, the smallest size")
+    assert short.error.startswith("NothingFitsError: Nothing fits: 2 samples, the smallest size")
     assert broken.error == "KeyError: 'x'"
     assert [variant.plan for variant in (wrong, short, broken)] == [None] * 3
     assert (plain.name, plain.batch_size, plain.error) == ("plain", 8, "")

@@ -16,6 +16,7 @@ from lightning_batchmem import BatchFinder, find_batch_size
 from tests.helpers.contract_cases import CASES, SIZE
 from tests.helpers.lawful import MIB, Lawful, found_size, law, loader, quiet_trainer
 from tests.helpers.outcomes import assert_same, outcome_of
+from tests.helpers.plans import search_notes
 
 # In each of these cases, a search could leave a trace in another way.
 PROJECTS = [
@@ -270,7 +271,7 @@ def test_the_callbacks_of_the_training_count(device, reads_here, monkeypatch):
         find_batch_size(trainer, Lawful(device, law), objective="memory") for trainer in trainers
     ]
     # The copy has a weight and a bias of four bytes each.
-    less = ["left 0.000 MiB of the limit free" in " ".join(plan.notes) for plan in plans]
+    less = ["left 0.000 MiB of the limit free" in " ".join(search_notes(plan)) for plan in plans]
     assert less == [False, True]
 
 

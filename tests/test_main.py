@@ -27,7 +27,7 @@ from lightning_batchmem.profile.step_csv import read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.launch import Outcome, Program
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.lawful import MIB, OLD_PLAN, Lawful, law, quiet_trainer
+from tests.helpers.lawful import MIB, SAVED_PLAN, Lawful, law, quiet_trainer
 from tests.helpers.profiled import OWN_LOGS
 
 ALL_FIGURES = ["memory_over_steps.png", "search.png"]
@@ -580,7 +580,7 @@ def simulated(project, monkeypatch):
 
 
 def simulated_plan():
-    plan = Plan.from_json(json.dumps(OLD_PLAN))
+    plan = Plan.from_json(json.dumps(SAVED_PLAN))
     return replace(plan, simulated=True, device="simulated RTX-4090")
 
 

@@ -14,6 +14,7 @@ from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.plan.records import Speed
 from lightning_batchmem.search.trial import TrialRunner
 from tests.helpers.lawful import SAMPLES, Lawful, Sizes, law, loader
+from tests.helpers.plans import search_notes, training_notes
 
 # The arguments that the fixture sets for other tests.
 DEFAULT = {"objective": "auto", "min_steps_per_epoch": "auto", "multiple_of": None}
@@ -105,7 +106,7 @@ def test_the_default_raises_the_size_to_one_and_a_half_times_that_of_the_project
         "24 samples: the training may end worse at a larger size, because the project has 16;"
         ' objective="memory" lifts this. Memory alone allows about 336 samples.'
     )
-    (warning,) = plan.warnings
+    (warning,) = training_notes(plan)
     assert warning.startswith("An optimizer step has 24 samples instead of 16 at the same learning")
     assert 'objective="recipe" keeps your own size. For Adam, lr_scaling="sqrt"' in warning
 
@@ -125,7 +126,7 @@ def test_what_is_asked_for_is_given(search, device, asked, size, limited_by):
     assert plan.limited_by == limited_by
     # Two rehearsals pass where memory limits the size.
     assert size <= plan.batch_size <= 1.1 * size
-    first = plan.warnings[0]
+    first = training_notes(plan)[0]
     assert first.startswith(f"An optimizer step has {plan.batch_size} samples instead of 16 at the")
     assert 'objective="recipe" keeps your own size. For Adam, lr_scaling="sqrt"' in first
     assert first in " ".join(plan.short_text().split())
@@ -148,7 +149,7 @@ def test_a_size_that_does_not_fit_keeps_the_samples_of_a_step(search, device, op
     counts = {"limit_train_batches": 6, "limit_val_batches": 4, "val_check_interval": 6}
     assert plan.recipe.trainer_settings == counts
     assert {name: getattr(module.trainer, name) for name in counts} == counts
-    assert "limit_val_batches is 4 instead of 2, because it counts batches." in plan.notes
+    assert "limit_val_batches is 4 instead of 2, because it counts batches." in search_notes(plan)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -263,7 +264,7 @@ def test_a_step_has_no_more_samples_than_an_epoch(
     assert per_step == [effective, effective, 0]
     names = ("limit_train_batches", "limit_val_batches", "val_check_interval")
     assert tuple(getattr(module.trainer, name) for name in names) == settings
-    assert plan.warnings == ()
+    assert training_notes(plan) == ()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_where_accumulation_is_not_ours_a_sentence_says_so(
     plan, _ = fits(kind(device, law, TOO_LARGE), search, *callbacks, options=options)
     assert 300 < plan.batch_size < TOO_LARGE
     assert plan.accumulate_grad_batches == 1
-    rate, warning = plan.warnings
+    rate, warning = training_notes(plan)
     assert "samples instead of 600 at the same learning rate" in rate
     assert warning.startswith(
         f"Accumulation does not keep the 600 samples of a step, because {why}"
@@ -300,8 +301,8 @@ def test_where_accumulation_is_not_ours_a_sentence_says_so(
 def test_what_cannot_go_with_accumulation_is_a_warning(search, device, kind, words):
     plan, _ = fits(kind(device, law, TOO_LARGE), search)
     assert plan.accumulate_grad_batches == 2
-    assert len(plan.warnings) == (0 if words is None else 1)
-    assert (words or "") in "".join(plan.warnings)
+    assert len(training_notes(plan)) == (0 if words is None else 1)
+    assert (words or "") in "".join(training_notes(plan))
 
 
 def test_a_loss_of_copies_that_fails_is_no_error_of_the_training(search, device):
@@ -314,7 +315,7 @@ def test_a_loss_of_copies_that_fails_is_no_error_of_the_training(search, device)
     options = {**DEFAULT, "min_batch_size": 9}
     with pytest.warns(match=r"The loss of copies of a sample cannot be read: IndexError"):
         plan, _ = fits(NeedsDifferentSamples(device, law, TOO_LARGE), search, options=options)
-    assert plan.warnings == ()
+    assert training_notes(plan) == ()
 
 
 class Diffusion(Project):
@@ -337,7 +338,7 @@ def test_nothing_is_said_of_a_random_loss(search, device, kind):
         seed_everything(seed, verbose=False)
         module = kind(device, law, TOO_LARGE)
         plan, _ = fits(module, search, limit_train_batches=1)
-        assert (plan.accumulate_grad_batches, plan.warnings) == (2, ())
+        assert (plan.accumulate_grad_batches, training_notes(plan)) == (2, ())
 
 
 def one_cycle_of(steps):
@@ -375,7 +376,7 @@ STALE = "but the training has 209 steps now, and not 313: its end is not reached
 def test_a_schedule_of_the_old_length_is_a_warning(search, device, make, warning):
     plan, _ = fits(Scheduled(device, law, 16, make=make), search)
     assert plan.batch_size == 24
-    rate, *others = plan.warnings
+    rate, *others = training_notes(plan)
     assert "samples instead of 16 at the same learning rate" in rate
     assert len(others) == bool(warning)
     assert "".join(others).startswith(warning)
@@ -384,7 +385,7 @@ def test_a_schedule_of_the_old_length_is_a_warning(search, device, make, warning
 def test_a_schedule_of_batches_is_a_warning_under_accumulation(search, device):
     make = one_cycle_of(lambda module: len(module.train_dataloader()))
     plan, _ = fits(Scheduled(device, law, TOO_LARGE, make=make), search)
-    (warning,) = plan.warnings
+    (warning,) = training_notes(plan)
     assert warning == (
         "OneCycleLR has total_steps=17, which is the number of batches, but the scheduler steps"
         " once in 2 of them: its end is not reached. Compute it in configure_optimizers from"
@@ -401,8 +402,10 @@ def test_a_schedule_that_ends_too_early_is_a_warning(search, device):
 
     plan, _ = fits(ManualScheduled(device, law, TOO_LARGE, make=cosine), search)
     assert plan.training.startswith("600 -> 352 samples a batch, 9 -> 15 batches")
-    assert any("CosineAnnealingLR has T_max=9" in text for text in plan.warnings)
-    assert any("15 steps now, and not 9: it ends too early" in text for text in plan.warnings)
+    assert any("CosineAnnealingLR has T_max=9" in text for text in training_notes(plan))
+    assert any(
+        "15 steps now, and not 9: it ends too early" in text for text in training_notes(plan)
+    )
 
 
 def speeds_of(monkeypatch, own, other, own_size):
@@ -438,11 +441,16 @@ def test_the_size_of_the_project_is_left_only_for_one_that_is_not_slower(
     assert (plan.batch_size, plan.limited_by) == (size, limited_by)
     assert plan.speeds[0] == Speed(16, 245.0)
     assert f"245 samples/s at 16 (yours), {other:.0f} at {compared[1]}" in plan.short_text()
-    has_warning = any("are slower than your 16: 79% of the samples" in w for w in plan.warnings)
+    has_warning = any(
+        "are slower than your 16: 79% of the samples" in w for w in training_notes(plan)
+    )
     assert has_warning == (options.get("objective") == "memory")
     if size == 16:
         how = "ran slower" if not options else "did not run clearly faster"
-        assert plan.reason == f"16 samples, the size of the project: {compared[1]} samples {how}."
+        assert (
+            plan.reason
+            == f"16 samples: it is the size of the project, and {compared[1]} samples {how}."
+        )
 
 
 @pytest.mark.usefixtures("compares_speeds")
@@ -491,7 +499,7 @@ def test_each_fit_starts_from_the_size_before_the_first(
         assert module.lr == pytest.approx(rate)
         limits.append(trainer.limit_train_batches)
         texts.append(finder.plan.training)
-        assert not any("learning rate" in warning for warning in finder.plan.warnings)
+        assert not any("learning rate" in warning for warning in training_notes(finder.plan))
     # Settings are scaled once.
     assert len(set(limits)) == len(set(texts)) == 1
 

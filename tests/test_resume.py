@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_batchmem import BatchFinder
-from tests.helpers.lawful import MIB, OLD_PLAN, SAMPLES, Lawful, Sizes, found_size, law
+from tests.helpers.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, law, saved_plan_of
 
 BUDGET = 500 * MIB
 FOUND = found_size(BUDGET)
@@ -205,20 +205,9 @@ def test_a_project_without_a_place_for_the_size(fit, device, checkpoint):
         resume(fit, device, checkpoint, BatchFinder(batch_arg_name="size", objective="memory"))
 
 
-def test_a_checkpoint_of_version_0_1_0(fit, device, checkpoint):
-    saved = torch.load(checkpoint, weights_only=True)
-    saved["callbacks"]["BatchFinder"] = {"plan": OLD_PLAN, "wishes": {}}
-    torch.save(saved, checkpoint)
-    finder = BatchFinder(objective="memory")
-    module, _ = resume(fit, device, checkpoint, finder)
-    assert module.batch_size == 64
-    assert finder.plan is not None
-    assert finder.plan.trials[0].peak_bytes == 170_000_000
-
-
 @pytest.mark.parametrize(
     "damaged",
-    [None, [], {}, {"batch_size": 64}, {**OLD_PLAN, "batch_size": 0}, {"batch_size": {1}}],
+    [None, [], {}, {"batch_size": 64}, saved_plan_of(0), {"batch_size": {1}}],
 )
 def test_a_damaged_plan_in_a_checkpoint_is_an_error(fit, device, checkpoint, damaged):
     saved = torch.load(checkpoint, weights_only=True)

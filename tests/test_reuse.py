@@ -10,7 +10,7 @@ import torch
 from lightning_batchmem import BatchFinder, Plan
 from tests.helpers import lawful
 from tests.helpers.lawful import MIB, Lawful, found_size, law
-from tests.helpers.plans import plan_with
+from tests.helpers.plans import plan_with, search_notes
 
 # The fixture `device` has a budget of 500 MiB.
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -40,7 +40,7 @@ def again(search, device):
     return run
 
 
-OLD_PLAN = Plan.from_json(json.dumps(lawful.OLD_PLAN))
+SAVED_PLAN = Plan.from_json(json.dumps(lawful.SAVED_PLAN))
 
 
 def kinds(plan, since=0):
@@ -76,7 +76,11 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
         assert (used[0], max(used)) == (FOUND, FOUND)
         # No probe of a search was run.
         assert not {2, 8} & set(used)
-        assert (plan.batch_size, plan.verified, plan.notes) == (FOUND, True, earlier.notes)
+        assert (plan.batch_size, plan.verified, search_notes(plan)) == (
+            FOUND,
+            True,
+            search_notes(earlier),
+        )
         assert plan.measured_peak_bytes == law(FOUND)
         rehearsal = ("rehearsal", FOUND)
         others = [trial for trial in kinds(earlier) if trial != rehearsal]
@@ -90,7 +94,7 @@ def test_only_a_rehearsal_is_run(again, device, earlier, tmp_path):
 def test_a_file_that_is_missing_is_written_for_the_next_search(again, device, tmp_path):
     path = tmp_path / "sweep" / "plan.json"
     first = again(str(path))
-    assert not any(note.startswith(NOT_USED) for note in first.notes)
+    assert not any(note.startswith(NOT_USED) for note in search_notes(first))
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
     assert Plan.from_json(path.read_text()) == first
     second = again(path)
@@ -99,7 +103,7 @@ def test_a_file_that_is_missing_is_written_for_the_next_search(again, device, tm
     module = Lawful(device, law)
     module.another = torch.nn.Linear(1, 1)
     third = again(path, module)
-    assert third.notes[0].startswith(f"{NOT_USED}the number of parameters was")
+    assert search_notes(third)[0].startswith(f"{NOT_USED}the number of parameters was")
     assert Plan.from_json(path.read_text()) == first
 
 
@@ -124,7 +128,7 @@ def test_a_simulated_plan_of_another_memory_is_not_used(again, earlier):
     )
     plan = again(simulated)
     assert kinds(plan)[0] != ("rehearsal", FOUND)
-    assert "The earlier plan was not used: the limit was" in " ".join(plan.notes)
+    assert "The earlier plan was not used: the limit was" in " ".join(search_notes(plan))
 
 
 def changed_module(device, law):
@@ -173,7 +177,7 @@ LIMITED = {"limited_by": "dataset", "batch_size": 100}
         ),
         ({"verified": False}, 500, Lawful, {}, "it was not verified by a fit of this version."),
         (
-            {"parameters": OLD_PLAN.parameters},
+            {"parameters": SAVED_PLAN.parameters},
             500,
             Lawful,
             {},
@@ -201,7 +205,9 @@ def test_otherwise_a_search_with_the_reason(
 ):
     device.budget = budget_mib * MIB
     plan = again(plan_with(earlier, **change), module(device, law), **arguments)
-    (reason,) = [one.removeprefix(NOT_USED) for one in plan.notes if one.startswith(NOT_USED)]
+    (reason,) = [
+        one.removeprefix(NOT_USED) for one in search_notes(plan) if one.startswith(NOT_USED)
+    ]
     start, _, rest = note.partition("(*)")
     assert reason.startswith(start)
     assert reason.endswith(rest.rpartition("(*)")[2])
@@ -237,17 +243,16 @@ def test_after_a_rehearsal_that_fails_the_search_starts_from_the_restored_state(
 
 def test_a_file_that_cannot_be_read(again, tmp_path):
     (tmp_path / "other.json").write_text("[]")
-    wrong = {**lawful.OLD_PLAN, "batch_size": "64"}
-    (tmp_path / "wrong.json").write_text(json.dumps(wrong))
-    (tmp_path / "large.json").write_text(json.dumps({**lawful.OLD_PLAN, "limit_bytes": 10**400}))
-    (tmp_path / "empty.json").write_text(json.dumps({**lawful.OLD_PLAN, "batch_size": 0}))
+    (tmp_path / "wrong.json").write_text(json.dumps(lawful.saved_plan_of("64")))
+    (tmp_path / "large.json").write_text(json.dumps({**lawful.SAVED_PLAN, "limit_bytes": 10**400}))
+    (tmp_path / "empty.json").write_text(json.dumps(lawful.saved_plan_of(0)))
     # To open it would take forever.
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "huge.json").write_bytes(b" " * (16 * 2**20) + b"{}")
     (tmp_path / "latin.json").write_bytes(b"\xe9")
-    trials = [{**lawful.OLD_PLAN["trials"][0], "batch_size": -1}]
-    (tmp_path / "negative.json").write_text(json.dumps({**lawful.OLD_PLAN, "trials": trials}))
+    trials = [{**lawful.SAVED_PLAN["trials"][0], "batch_size": -1}]
+    (tmp_path / "negative.json").write_text(json.dumps({**lawful.SAVED_PLAN, "trials": trials}))
     for name, why in (
         ("none", "No such file"),
         ("", "batch_plan.json"),
@@ -266,7 +271,7 @@ def test_a_file_that_cannot_be_read(again, tmp_path):
         plan = again(tmp_path / name)
         assert plan.batch_size == FOUND
         start = f"{NOT_USED}{tmp_path / name} cannot be read ("
-        assert any(note.startswith(start) and why in note for note in plan.notes)
+        assert any(note.startswith(start) and why in note for note in search_notes(plan))
     for given in (3, ""):
         with pytest.raises(
             ValueError, match=f"plan must be a Plan, a path or None, got {given!r}$"
@@ -284,6 +289,6 @@ def test_a_trial_that_this_version_does_not_know_is_a_note(again, earlier, tmp_p
     for given in (plan, path, tmp_path):
         found = again(given)
         assert found.batch_size == FOUND
-        (note,) = [note for note in found.notes if note.startswith(NOT_USED)]
+        (note,) = [note for note in search_notes(found) if note.startswith(NOT_USED)]
         assert note.startswith(f"{NOT_USED}this version does not know a run of the kind ")
         assert note.isprintable()

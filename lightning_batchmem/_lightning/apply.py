@@ -22,12 +22,13 @@ from lightning_batchmem._lightning.hooks import configure_optimizers_again, repl
 from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.place_search import FollowedSetting
 from lightning_batchmem._lightning.project_attribute import ProjectAttribute
-from lightning_batchmem._lightning.schedules import schedule_warnings
+from lightning_batchmem._lightning.schedules import schedule_notes
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.learning_rate import learning_rate_note
+from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.recipe import Recipe
@@ -134,7 +135,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
         undo: what is undone at the end of the run.
 
     Returns:
-        The plan, with the learning rates of the new optimizers, and warnings about them.
+        The plan, with the learning rates of the new optimizers, and notes about them.
     """
     trainer = setting.trainer
     _set_logged(setting.attribute, plan.project_batch_size, plan.batch_size, undo)
@@ -167,13 +168,10 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
             f" {plan.learning_rate:.6g}, but those of the optimizers changed otherwise, {changes}."
             " Let configure_optimizers use it as it is, or leave lr_scaling out."
         )
-    warnings = [
-        learning_rate_note(before, recipe, plan.unit),
-        *plan.warnings,
-        *schedule_warnings(trainer, before, recipe),
-    ]
-    # A resumed run has the warnings of its checkpoint.
-    return replace(plan, recipe=recipe, warnings=tuple(dict.fromkeys(filter(None, warnings))))
+    rate = Note("training", learning_rate_note(before, recipe, plan.unit))
+    schedules = [Note("training", text) for text in schedule_notes(trainer, before, recipe)]
+    # A resumed run has the notes of its checkpoint.
+    return replace(plan, recipe=recipe, notes=in_order([rate, *plan.notes, *schedules]))
 
 
 def _set_logged(

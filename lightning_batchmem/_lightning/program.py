@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from lightning_batchmem._lightning.strategies import (
     without_synchronization,
 )
 from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.records import Bound
 from lightning_batchmem.search.program import Program
 
@@ -95,9 +97,9 @@ class TrainerProgram(Program):
         return [steps.batches for steps in self._all_steps]
 
     @property
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Note]:
         return [
-            f"{steps.loaders.hook}: {note}"
+            replace(note, text=f"{steps.loaders.hook}: {note}")
             for steps in self._all_steps
             for note in steps.batches.notes
         ]

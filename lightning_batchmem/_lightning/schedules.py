@@ -1,4 +1,4 @@
-"""Warnings of what does not go with other optimizer steps: schedules, and accumulation."""
+"""Sentences about what does not go with other optimizer steps: schedules, and accumulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 _SAME_SHARE = 0.1
 
 
-def schedule_warnings(trainer: Trainer, before: Recipe, after: Recipe) -> list[str]:
+def schedule_notes(trainer: Trainer, before: Recipe, after: Recipe) -> list[str]:
     """A sentence for each schedule in steps whose length does not go with the training any more.
 
     Args:
@@ -33,7 +33,7 @@ def schedule_warnings(trainer: Trainer, before: Recipe, after: Recipe) -> list[s
     """
     if before.num_steps is None or after.num_steps is None:
         return []
-    warnings = []
+    notes = []
     for config in trainer.lr_scheduler_configs:
         if config.interval != "step":
             continue
@@ -41,11 +41,11 @@ def schedule_warnings(trainer: Trainer, before: Recipe, after: Recipe) -> list[s
         for scheduler, name, length in lengths:
             steps = config.frequency * length
             if why := _why_stale(steps, before, after):
-                warnings.append(
+                notes.append(
                     f"{scheduler} has {name}={length:,}, {why}. Compute it in configure_optimizers"
                     " from trainer.estimated_stepping_batches."
                 )
-    return warnings
+    return notes
 
 
 def _why_stale(steps: float, before: Recipe, after: Recipe) -> str:
@@ -89,27 +89,27 @@ def _parts(scheduler: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def accumulation_warnings(
+def accumulation_note(
     trainer: Trainer,
     module: Module,
     loaders: StageLoaders,
     options: SearchOptions,
     before: Recipe,
     after: Recipe,
-) -> list[str]:
+) -> str:
     """What cannot go with the accumulation, or why it does not keep the optimizer steps."""
     if after.accumulate_grad_batches != before.accumulate_grad_batches:
         text = (
             f"BatchNorm normalizes each batch of {after.batch_size:,} by itself, and not the"
             f" {before.batch_size:,} of your own size."
         )
-        return [text] if has_batch_norm(module) else []
+        return text if has_batch_norm(module) else ""
     if (after.effective_batch_size or 0) >= (before.effective_batch_size or 0):
-        return []
+        return ""
     why = why_not_accumulate(trainer, loaders, is_budget=options.budget)
     if not why or options.objective not in ("auto", "recipe"):
-        return []
-    return [
+        return ""
+    return (
         f"Accumulation does not keep the {before.effective_batch_size:,} samples of a step, because"
         f" {why}."
-    ]
+    )

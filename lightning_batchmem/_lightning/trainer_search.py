@@ -27,7 +27,7 @@ from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapsho
 from lightning_batchmem._lightning.packages import noted_errors
 from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.program_maker import ProgramMaker
-from lightning_batchmem._lightning.schedules import accumulation_warnings
+from lightning_batchmem._lightning.schedules import accumulation_note
 from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
@@ -35,11 +35,11 @@ from lightning_batchmem._lightning.trainer_state import idle_callbacks_note, wei
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.batches.loaders import StageLoaders
-from lightning_batchmem.batches.samples import LEFT_OUT
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note
 from lightning_batchmem.plan.learning_rate import learning_rate_factor
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -49,9 +49,9 @@ from lightning_batchmem.plan.recipe import (
     longer_search_note,
     rounded_step_note,
 )
-from lightning_batchmem.plan.records import GROWTH_NOTE, mib
+from lightning_batchmem.plan.records import mib
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import NOT_USED, parameters_text
+from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -67,14 +67,11 @@ class FoundPlan:
     Args:
         plan: the plan.
         setting: the place of the size.
-        longest_sample_note: a sentence about a size that is below that of the project because of
-            the longest samples; or empty.
         program: the program of the search; ``None`` where the samples would take memory of trials.
     """
 
     plan: Plan
     setting: BatchSizeSetting
-    longest_sample_note: str
     program: TrainerProgram | None
 
 
@@ -144,7 +141,7 @@ class TrainerSearch:
             given_plan: an earlier plan to use again.
 
         Raises:
-            RuntimeError: if no size fits.
+            NothingFitsError: if no size fits.
             ValueError: if the batch size of the project cannot be set.
         """
         # The path to the size may lead through a class, which is not restored.
@@ -158,26 +155,14 @@ class TrainerSearch:
                 found = self._confirmed(found, state.text, setting, clean_start, progress)
         wrap_again(self.trainer)
         plan = self._placed(found.plan, found.setting)
-        # The console shows only one note: the one that surprises most.
-        surprises = (GROWTH_NOTE, NOT_USED, LEFT_OUT)
-        first = [note for note in plan.notes if any(words in note for words in surprises)]
-        others = [note for note in plan.notes if note not in first]
+        texts = []
         # Elsewhere there is room for what callbacks keep.
-        of_callbacks = idle_callbacks_note(self.trainer) if plan.limited_by == "memory" else ""
-        of_price = ""
+        if plan.limited_by == "memory":
+            texts.append(idle_callbacks_note(self.trainer))
         if not self.is_simulated:
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]
-            of_price = longer_search_note(seconds, plan.training_seconds)
-        notes = (*first, found.longest_sample_note, *others, of_callbacks, of_price)
-        project_size = plan.project_batch_size or 0
-        reason = plan.reason
-        if plan.batch_size < project_size:
-            reason = reason.replace(": ", f" instead of the project's {project_size:,}: ", 1)
-        return replace(
-            plan,
-            chosen=replace(plan.chosen, reason=reason),
-            notes=tuple(filter(None, notes)),
-        )
+            texts.append(longer_search_note(seconds, plan.training_seconds))
+        return plan.with_notes(*(Note("search", text) for text in texts))
 
     def _search_in(
         self,
@@ -224,12 +209,15 @@ class TrainerSearch:
                         raise
                 options = replace(options, min_batch_size=followed.project_size)
                 clean_start.again_for_loaders()
-        notes = (*plan.notes, program.kept_size_note(followed.project_size), *state.notes, note)
-        plan = replace(plan, notes=tuple(filter(None, notes)))
+        plan = plan.with_notes(
+            Note("limit", self._longest_sample_note(plan, followed.project_size, program)),
+            Note("search", program.kept_size_note(followed.project_size)),
+            Note("search", state.frozen_note),
+            Note("search", note),
+        )
         return FoundPlan(
             self._with_recipe(plan, before, program, followed.loaders),
             followed.setting,
-            self._longest_sample_note(plan, followed.project_size, program),
             None if self.device_memory.is_host else program,
         )
 
@@ -261,21 +249,24 @@ class TrainerSearch:
             "your own size" if target is None else "target_batch_size",
             self.options.unit,
         )
-        warnings = [
-            *plan.warnings,
-            *filter(None, [missed]),
-            *accumulation_warnings(trainer, program.module, loaders, self.options, before, after),
-        ]
-        notes = [
-            f"{name} is {count:,} instead of {getattr(trainer, name):,}, because it counts batches."
+        of_settings = [
+            Note(
+                "settings",
+                f"{name} is {count:,} instead of {getattr(trainer, name):,}, because it counts"
+                " batches.",
+            )
             for name, count in settings.items()
         ]
-        return replace(
-            plan,
-            recipe=replace(after, trainer_settings=settings),
-            project_recipe=before,
-            warnings=tuple(warnings),
-            notes=(*notes, *plan.notes),
+        plan = replace(
+            plan, recipe=replace(after, trainer_settings=settings), project_recipe=before
+        )
+        return plan.with_notes(
+            Note("training", missed),
+            Note(
+                "training",
+                accumulation_note(trainer, program.module, loaders, self.options, before, after),
+            ),
+            *of_settings,
         )
 
     def _longest_sample_note(
@@ -342,20 +333,20 @@ class TrainerSearch:
         if at_start.plan.batch_size == size:
             chosen = replace(found.plan.chosen, state=state_text, is_verified=is_verified)
             return replace(found, plan=replace(found.plan, chosen=chosen))
-        note = (
+        text = (
             "The state in which the training starts limits the size, perhaps because it fragments"
             f" memory: {state_text} alone, {self.options.unit.size(size)} fit."
         )
-        of_given_plan = [one for one in found.plan.notes if one.startswith(NOT_USED)]
-        notes = (note, *at_start.plan.notes, *of_given_plan)
+        of_given_plan = [note for note in found.plan.notes if note.kind == "earlier_plan"]
         chosen = replace(at_start.plan.chosen, is_verified=is_verified)
-        return replace(at_start, plan=replace(at_start.plan, chosen=chosen, notes=notes))
+        plan = replace(at_start.plan, chosen=chosen)
+        return replace(at_start, plan=plan.with_notes(Note("limit", text), *of_given_plan))
 
     def evaluation(self, setting: BatchSizeSetting, snapshot: ProjectSnapshot) -> Plan | None:
         """Search with forward passes; ``None`` if no loader of the stage follows the batch size.
 
         Raises:
-            RuntimeError: if no size fits.
+            NothingFitsError: if no size fits.
         """
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
@@ -432,17 +423,12 @@ class TrainerSearch:
 
     def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
         """The plan with the place of its size, and a note where that of the project changes."""
-        notes = plan.notes
         attribute = setting.attribute
         if attribute is not None and attribute.exists and attribute.value != plan.batch_size:
             old_values = (
                 f"If you compute values from `{attribute.path}` in __init__ or setup, they keep the"
                 " old size."
             )
-            notes = (*notes, old_values)
+            plan = plan.with_notes(Note("search", old_values))
         place = setting.place.text
-        return replace(
-            plan,
-            notes=notes,
-            place="" if place == self.options.batch_arg_name else place,
-        )
+        return replace(plan, place="" if place == self.options.batch_arg_name else place)

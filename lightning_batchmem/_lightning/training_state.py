@@ -33,6 +33,10 @@ class TrainingState:
         trainer: the trainer, whose other callbacks are muted while the state is entered.
         later: the function of the user; ``None`` for none.
         is_first: whether this is the state in which the training starts.
+
+    Attributes:
+        frozen_note: a sentence about parameters that may be unfrozen in a way that the search does
+            not know; empty without them.
     """
 
     def __init__(self, trainer: Trainer, later: Later | None, *, is_first: bool = False) -> None:
@@ -40,7 +44,7 @@ class TrainingState:
         self._later = later
         self._is_first = is_first
         self._unfreezing = Unfreezing(trainer)
-        self._frozen_note = ""
+        self.frozen_note = ""
 
     @property
     def is_later(self) -> bool:
@@ -58,11 +62,6 @@ class TrainingState:
         if self._later is not None:
             texts.append("in the state that later= makes")
         return " and ".join(texts)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A note about parameters that may be unfrozen in a way that the search does not know."""
-        return (self._frozen_note,) if self._frozen_note else ()
 
     def prepare(self) -> None:
         """Make the later state of the user: before loaders are requested, and before each trial."""
@@ -91,7 +90,7 @@ class TrainingState:
         else:
             self._unfreezing.run_to_most_trained(callbacks, epochs)
         if not callbacks and self._later is None:
-            self._frozen_note = value_or_none("The optimizers", frozen_note, trainer) or ""
+            self.frozen_note = value_or_none("The optimizers", frozen_note, trainer) or ""
 
 
 class Unfreezing:

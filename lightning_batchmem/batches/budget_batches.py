@@ -16,6 +16,7 @@ from lightning_batchmem.batches.sample_bytes import held_bytes, without_views
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, samples_in, tensors_in
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.policy import ReadingPolicy
 
 
@@ -176,10 +177,11 @@ class BudgetBatches:
     ) -> None:
         self.info = info
         self.is_ragged = False
-        self.notes = [
+        text = (
             f"Of up to {policy.max_batches_read} batches that the loader made, the search used"
             " those with most bytes, most items and the longest sample."
-        ]
+        )
+        self.notes = [Note("search", text)]
         self.held_bytes = 0
         # Bytes of the largest batch at the budget where the search begins.
         self.longest_bytes = 0

@@ -27,6 +27,7 @@ from lightning_batchmem.batches.sample_sizes import (
 )
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples
 from lightning_batchmem.devices.tensors import copied
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
 
@@ -208,7 +209,7 @@ class ProbeBatches:
         notes = [one.longest_sample_note(batch_size) for one in self._of_loaders]
         return next((note for note in notes if note), "")
 
-    def agree(self, of_ranks: Sequence[tuple[list[int], tuple[str, ...]]]) -> None:
+    def agree(self, of_ranks: Sequence[tuple[list[int], tuple[Note, ...]]]) -> None:
         """Use the longest samples and the notes of the rank that found the longest ones."""
         self._agreed_longest_bytes, self.notes = max(of_ranks)
 
@@ -256,7 +257,7 @@ class _LoaderBatches:
             reached,
         )
         self.samples, sizes = read_samples(loader, measure)
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self.choice = TypicalSamples(sizes)
         # Those of the longest sample, padded to the longest of each part.
         self.longest_bytes = self.choice.longest_bytes
@@ -264,7 +265,7 @@ class _LoaderBatches:
         # The samples take these bytes in this process.
         self.held_bytes = sum(map(held_bytes, self.samples))
         if sizes.left_out:
-            self.notes.append(sizes.left_out)
+            self.notes.append(Note("left_out", sizes.left_out))
         if worst_case == "typical":
             return
         if sizes.is_ragged:
@@ -281,16 +282,16 @@ class _LoaderBatches:
                 choice = LargestSum(sizes, policy)
             self.choice = choice
             if worst_case is None:
-                self.notes.append(
+                text = (
                     f"{sizes.difference} The search used batches {choice.text};"
                     ' worst_case="typical" uses average ones.'
                 )
+                self.notes.append(Note("search", text))
         # Fewer are read only where reading takes long.
         is_short = sizes.is_ragged or len(sizes.measured) < policy.equal_sizes
         if is_short and not sizes.is_complete:
-            self.notes.append(
-                f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
-            )
+            text = f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
+            self.notes.append(Note("search", text))
 
     def batch_bytes(self, batch_size: int, longest_bytes: int) -> int:
         """Bytes of a batch; ``longest_bytes`` are those of the longest sample on any rank."""

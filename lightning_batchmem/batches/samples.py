@@ -51,9 +51,6 @@ from lightning_batchmem.state.snapshot import restored_parts
 # Source: torch/utils/data/dataloader.py, 2.5.1 to 2.14; multiprocessing/spawn.py.
 FATAL_WORKER_ERRORS = ("DataLoader worker (pid", "bootstrapping phase")
 
-# The beginning of a note about samples that raise errors.
-LEFT_OUT = "The search left out"
-
 _TIMED_OUT = "DataLoader timed out"
 
 # A sample may have thousands of tensors, and most batches have fewer than ten.
@@ -344,7 +341,7 @@ def _scan(reader: DataLoader[Any], measure: SampleMeasure) -> tuple[list[Any], S
     left_out = ""
     if errors:
         left_out = (
-            f"{LEFT_OUT} {len(errors):,} of {num_read:,} samples that could not be read"
+            f"The search left out {len(errors):,} of {num_read:,} samples that could not be read"
             f" ({error_text(errors[0])}). A training that reaches them ends there."
         )
     parts = [of_sample for of_sample, _ in kept]

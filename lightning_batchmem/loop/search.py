@@ -32,7 +32,7 @@ def plan_of_loop(
     """Search on all ranks, restore everything, and print the plan on the first rank.
 
     Raises:
-        RuntimeError: if no size fits.
+        NothingFitsError: if no size fits.
         ValueError: if the device has no peak counter.
     """
     begin_run()

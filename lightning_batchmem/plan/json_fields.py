@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -57,7 +57,7 @@ def to_json(value: DataclassInstance) -> str:
     return json.dumps(asdict(value), indent=2)
 
 
-def from_json(kind: type[T], text: str, convert: Callable[[Any], Any] | None = None) -> T:
+def from_json(kind: type[T], text: str) -> T:
     """Return the data class that JSON describes.
 
     Keys that are no fields are ignored, because another version may have written them. Texts may
@@ -66,14 +66,12 @@ def from_json(kind: type[T], text: str, convert: Callable[[Any], Any] | None = N
     Args:
         kind: the data class.
         text: the JSON.
-        convert: makes the JSON of this version from that of any version.
 
     Raises:
         ValueError: if ``text`` is not the JSON of this data class.
     """
     try:
-        data = json.loads(text)
-        value: T = _value(kind, data if convert is None else convert(data))
+        value: T = _value(kind, json.loads(text))
     except (TypeError, RecursionError) as error:
         raise ValueError(
             f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"

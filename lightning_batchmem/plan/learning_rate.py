@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lightning_batchmem.plan.options import LearningRateScaling
+from lightning_batchmem.plan.options import LearningRateScaling, Unit
 from lightning_batchmem.plan.recipe import Recipe, step_ratio
-from lightning_batchmem.plan.unit import Unit
 
 # Source: Goyal et al. 2017, arXiv 1706.02677, for SGD (with momentum too); Malladi et al. 2022,
 # arXiv 2205.10287, for Adam and RMSprop. AdamW is Adam where it decays nothing, and torch

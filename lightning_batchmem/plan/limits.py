@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_batchmem.plan.options import SearchOptions
+from lightning_batchmem.plan.options import SearchOptions, Unit
 from lightning_batchmem.plan.records import SizeLimit
-from lightning_batchmem.plan.unit import Unit
 
 # What limits the largest size; an argument or a setting of the Trainer that is not here allows no
 # more.

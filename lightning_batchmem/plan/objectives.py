@@ -13,6 +13,7 @@ from typing import Protocol
 
 from lightning_batchmem.plan.fit import dropped_sizes, ran_through
 from lightning_batchmem.plan.limits import ProjectStep
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Chosen, LimitedBy, Speed, mib
@@ -151,8 +152,8 @@ class Fastest:
         return Chosen(
             known.passed,
             "throughput",
-            f"{limits.unit.size(known.passed)}: the smallest size with at least"
-            f" {policy.near_best_share:.0%} of the best throughput that was measured.",
+            f"the smallest size with at least {policy.near_best_share:.0%} of the best throughput"
+            " that was measured.",
             _dropped_notes(known),
             fastest_batch_size=fastest_size,
             largest_batch_size=largest_size,
@@ -228,21 +229,21 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
     limited_by: LimitedBy = "memory"
     if size == size_range(limits)[1]:
         limited_by = limits.max_reason
-        reason = f"{limits.unit.size(size)}: {limits.largest_text}."
+        why = f"{limits.largest_text}."
         if limits.step.kept_samples is not None and size < limits.max_batch_size:
-            reason += " The batches of an optimizer step have equal sizes."
+            why += " The batches of an optimizer step have equal sizes."
         if limited_by == "recipe" and known.first_rehearsal_size >= _MOST_PREDICTED:
-            reason += " Memory alone allows far more."
+            why += " Memory alone allows far more."
         elif largest_size > size:
-            reason += f" Memory alone allows about {limits.unit.size(largest_size)}."
+            why += f" Memory alone allows about {limits.unit.size(largest_size)}."
         notes = _dropped_notes(known)
     else:
-        reason = f"{limits.unit.size(size)}: {_why_no_larger(known, largest_size)}."
+        why = f"{_why_no_larger(known, largest_size)}."
         notes = (*_dropped_notes(known), *_fragmented_notes(known))
     return Chosen(
         size,
         limited_by,
-        reason,
+        why,
         notes,
         fastest_batch_size=fastest_size,
         largest_batch_size=largest_size,
@@ -270,15 +271,18 @@ def _why_no_larger(known: TrialsSoFar, largest_size: int) -> str:
     return "it passed a rehearsal, and the limit leaves little room above it"
 
 
-def _dropped_notes(known: TrialsSoFar) -> tuple[str, ...]:
+def _dropped_notes(known: TrialsSoFar) -> tuple[Note, ...]:
     return tuple(
-        f"The peak at {known.limits.unit.size(size)} is above that of a larger size, so no line"
-        " uses it."
+        Note(
+            "search",
+            f"The peak at {known.limits.unit.size(size)} is above that of a larger size, so no line"
+            " uses it.",
+        )
         for size in dropped_sizes(ran_through(known.trials))
     )
 
 
-def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
+def _fragmented_notes(known: TrialsSoFar) -> tuple[Note, ...]:
     limits = known.limits
     free_bytes = limits.fragmented_bytes
     # A probe does not show whether the cache is released.
@@ -288,9 +292,10 @@ def _fragmented_notes(known: TrialsSoFar) -> tuple[str, ...]:
         return ()
     most = known.memory.size_at(limits.limit_bytes)
     size = rounded(int(known.policy.rehearsal_share * min(most, _MOST_PREDICTED)), limits)
-    return (
+    text = (
         "Nearly every batch has another shape, which fragments the memory of the device, so"
         f" {mib(free_bytes)} of it stays free. With"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True about"
-        f" {limits.unit.size(size)} fit.",
+        f" {limits.unit.size(size)} fit."
     )
+    return (Note("search", text),)

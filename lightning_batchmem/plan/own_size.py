@@ -39,39 +39,39 @@ def takes_own_size(objective: Objective, own: Speed, other: Speed) -> bool:
     return objective == "throughput" and ratio <= 1 + SLOWER_SHARE
 
 
-def slower_notes(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) -> list[str]:
-    """A sentence about a chosen size that is slower than that of the project; else none."""
+def slower_note(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) -> str:
+    """A sentence about a chosen size that is slower than the project's; empty for any other."""
     if len(speeds) < 2:
-        return []
+        return ""
     own, other = speeds
     ratio = other.samples_per_second / own.samples_per_second
     if batch_size != other.batch_size or ratio >= 1 - SLOWER_SHARE:
-        return []
-    return [
+        return ""
+    return (
         f"{limits.unit.size(batch_size)} are slower than your {own.batch_size:,}:"
         f" {ratio:.0%} of the {limits.unit.items} a second."
         ' objective="throughput" looks for the fastest size.'
-    ]
+    )
 
 
-def loss_notes(losses: Sequence[float | None]) -> list[str]:
-    """A sentence about a loss with which accumulation does not go, as copies of a sample show it.
+def loss_note(losses: Sequence[float | None]) -> str:
+    """A sentence about a loss with which accumulation does not go; empty for any other.
 
-    The mean of the losses of copies is the same for any number of them.
+    Copies of a sample show it: the mean of their losses is the same for any number of them.
 
     Args:
         losses: the losses of :data:`COPIES`; ``None`` where one is not known.
     """
     few, many = losses
     if not few or not many or 1 / _SAME_LOSS_RATIO < many / few < _SAME_LOSS_RATIO:
-        return []
+        return ""
     if many / few >= _LEAST_SUM_RATIO:
-        return [
+        return (
             "Your loss is a sum over the batch, and Lightning divides it by the number of"
             " accumulated batches, so the gradients are smaller than with your own size. Return the"
             " mean, or multiply the learning rate by that number."
-        ]
-    return [
+        )
+    return (
         "Your loss compares the samples of a batch with each other, and accumulation does not: each"
         " of its batches has fewer of them than your own size."
-    ]
+    )

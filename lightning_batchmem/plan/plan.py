@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
+from lightning_batchmem.plan.notes import Note, in_order
+from lightning_batchmem.plan.options import Unit
 from lightning_batchmem.plan.recipe import Recipe, training_text
 from lightning_batchmem.plan.records import Chosen, LimitedBy, MemoryModel, Speed, Trial
 from lightning_batchmem.plan.text import full_text, headline, short_text
-from lightning_batchmem.plan.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ class Plan:
         recipe: the optimizer steps of the training; the default for an evaluation.
         project_recipe: those of the project before the search; ``None`` where there was none, as in
             an evaluation.
-        warnings: what the chosen size changes in the training, or what cannot go with it, a
-            sentence each.
-        notes: remarks on the search, a sentence each; those of its parts too.
+        notes: remarks on the training and on the search, each with its kind; see
+            :data:`~lightning_batchmem.plan.notes.NoteKind`.
         parameters: the number of parameters, which has to be the same before
             ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. Under
             FSDP1 it is that of the first rank's shard.
@@ -50,8 +49,7 @@ class Plan:
     device: str = ""
     recipe: Recipe = Recipe()  # noqa: RUF009
     project_recipe: Recipe | None = None
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     parameters: str = ""
     budget_name: str | None = None
     place: str = ""
@@ -92,8 +90,12 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """One sentence: why this size."""
-        return self.chosen.reason
+        """One sentence: why this size. Others may follow."""
+        size = self.unit.size(self.batch_size)
+        project_size = self.project_batch_size or 0
+        if self.batch_size < project_size:
+            size += f" instead of the project's {project_size:,}"
+        return f"{size}: {self.chosen.why}"
 
     @property
     def fastest_batch_size(self) -> int | None:
@@ -202,23 +204,41 @@ class Plan:
         return None if self.project_recipe is None else self.project_recipe.learning_rate
 
     def short_text(self) -> str:
-        """The plan with its warnings and the first note; lines have at most 80 columns."""
+        """The plan with what it changes in the training, and one more note.
+
+        Lines have at most 80 columns.
+        """
         return short_text(self)
+
+    def with_notes(self, *notes: Note) -> Plan:
+        """The plan with more notes, in the order of their kinds."""
+        return replace(self, notes=in_order((*self.notes, *notes)))
 
     def to_json(self) -> str:
         """The plan as JSON; :meth:`from_json` makes an equal plan of it, with printable texts."""
-        return json.dumps(_side_by_side(self), indent=2)
+        memory = self.memory
+        # Other readers get what follows from the parts too.
+        data = {
+            "batch_size": self.batch_size,
+            "training": self.training,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "held_peak_bytes": self.held_peak_bytes,
+            "memory": None if memory is None else asdict(memory),
+            **asdict(self),
+        }
+        return json.dumps(data, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote, also in an earlier version.
+        """The plan that :meth:`to_json` wrote.
 
-        Fields that are no longer known are left out, and control characters become escapes.
+        Fields that this version does not know are left out, and control characters become escapes.
 
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
-        plan = from_json(cls, text, _in_parts)
+        plan = from_json(cls, text)
         smallest = min([plan.batch_size, *(trial.batch_size for trial in plan.trials)])
         if smallest < 1:
             raise ValueError(f"batch_size of a plan must be at least 1, got {smallest}")
@@ -227,56 +247,3 @@ class Plan:
     def _rehearsal(self) -> Trial | None:
         passed = ran_through(trial for trial in self.trials if trial.outcome == "ok")
         return next((trial for trial in passed if trial.batch_size == self.batch_size), None)
-
-
-# In JSON the fields of the parts stand side by side. These are the names of fields in a part, by
-# their names in JSON.
-_CHOSEN = {
-    "batch_size": "batch_size",
-    "limited_by": "limited_by",
-    "verified": "is_verified",
-    "reason": "reason",
-    "fastest_batch_size": "fastest_batch_size",
-    "largest_batch_size": "largest_batch_size",
-    "speeds": "speeds",
-    "state": "state",
-}
-# Until version 0.5 these fields of the recipe stood beside them. Those of the project are not read:
-# they are only printed.
-_RECIPE = {
-    "ranks": "ranks",
-    "accumulate_grad_batches": "accumulate_grad_batches",
-    "effective_batch_size": "effective_batch_size",
-    "learning_rate": "learning_rate",
-}
-
-
-def _side_by_side(plan: Plan) -> dict[str, Any]:
-    """Everything in a plan, and for other readers what follows from its trials."""
-    data = asdict(plan)
-    chosen = data.pop("chosen")
-    return {
-        **{name: chosen[field] for name, field in _CHOSEN.items()},
-        "training": plan.training,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "measured_peak_bytes": plan.measured_peak_bytes,
-        "held_peak_bytes": plan.held_peak_bytes,
-        "memory": None if plan.memory is None else asdict(plan.memory),
-        **data,
-    }
-
-
-def _in_parts(data: Any) -> Any:
-    """The data of a plan, from JSON of this version or of an earlier one."""
-    if not isinstance(data, dict):
-        return data
-    parts: dict[str, Any] = {
-        "chosen": {"reason": "", **_named(data, _CHOSEN)},
-    }
-    if "recipe" not in data:
-        parts["recipe"] = _named(data, _RECIPE)
-    return {**data, **parts}
-
-
-def _named(data: dict[str, Any], fields: dict[str, str]) -> dict[str, Any]:
-    return {field: data[name] for name, field in fields.items() if name in data}

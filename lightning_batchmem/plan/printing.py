@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import Any
 
@@ -77,32 +77,29 @@ class StandardOutput:
         """Do nothing: each text is written at once."""
 
 
-def why_not_printed(what: str | Callable[[Console], object]) -> str:
-    """Print a text, or what a function shows on a console.
+def why_not_printed(text: str) -> str:
+    """Print a text.
 
     Returns:
         Why it could not be printed. It is empty if it was printed, or if nobody reads the pipe.
     """
     output = StandardOutput()
-    first: Exception | None = None
+    error: Exception | None = None
     try:
-        console = Console(file=output)  # type: ignore[arg-type]
-        if isinstance(what, str):
-            console.out(what, highlight=False)
-        else:
-            what(console)
+        # rich annotates its file as a text file, and needs only the methods that this one has.
+        Console(file=output).out(text, highlight=False)  # type: ignore[arg-type]
     # A notebook shows a text in its own way, which may fail in any.
-    except Exception as error:  # noqa: BLE001
-        first = error
-    first = first or output.error
-    if first is None or isinstance(first, BrokenPipeError):
+    except Exception as raised:  # noqa: BLE001
+        error = raised
+    error = error or output.error
+    if error is None or isinstance(error, BrokenPipeError):
         return ""
-    return getattr(first, "strerror", None) or str(first) or type(first).__name__
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def print_or_warn(what: str | Callable[[Console], object]) -> None:
-    """Print a text, or what a function shows on a console; a warning says why that fails."""
-    if reason := why_not_printed(what):
+def print_or_warn(text: str) -> None:
+    """Print a text; a warning says why that fails."""
+    if reason := why_not_printed(text):
         warnings.warn(f"Standard output cannot be written: {reason}", stacklevel=2)
 
 

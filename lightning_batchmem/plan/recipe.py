@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_batchmem.plan.unit import Unit
+from lightning_batchmem.plan.options import Unit
 
 RAISED_RATIO = 1.5
 """By default the size is raised to at most this multiple of that of the project.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import BoundArgument
 
 MIB = 2**20
@@ -30,9 +31,6 @@ LimitedBy = Literal["memory", "throughput", SizeLimit]
 
 Bound = tuple[int, SizeLimit]
 """A largest size in samples, and the argument, setting or data that limits it."""
-
-GROWTH_NOTE = "Equal steps need"
-"""The beginning of a note about steps that keep more and more."""
 
 # For a training whose number of batches is unknown.
 _MANY_BATCHES = 1_000_000
@@ -111,8 +109,8 @@ class Growth:
             and (self.batches - self.batches_run) * self.batch_bytes <= room_bytes
         )
 
-    def note(self, room_bytes: float) -> str:
-        """A sentence for a plan whose rehearsal left this much room."""
+    def note(self, room_bytes: float) -> Note:
+        """A remark on a plan whose rehearsal left this much room."""
         whole = "the training has"
         advice = " Keep loss.item() or loss.detach() instead of the loss."
         if self.is_of_validation:
@@ -123,10 +121,11 @@ class Growth:
             # What an epoch frees is kept on purpose.
             advice = ""
         number = "" if self.batches is None else f", and {whole} {self.batches:,}"
-        return (
-            f"{GROWTH_NOTE} {mib(self.batch_bytes)} more each time: if it goes on, about"
+        return Note(
+            "growth",
+            f"Equal steps need {mib(self.batch_bytes)} more each time: if it goes on, about"
             f" {self.batches_run + max(0, room_bytes) // self.batch_bytes:,.0f} steps fit{number}."
-            f"{advice}"
+            f"{advice}",
         )
 
 
@@ -167,7 +166,7 @@ class Trial:
         differing_bytes: the highest and the lowest peak of steps on equal batches, which something
             random may change; empty where they are about equal.
         growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
-        notes: sentences about what could not be measured.
+        notes: what could not be measured.
         failed_phase: the phase of a training step or a validation in which memory ran out; empty
             otherwise.
         error: first line of the out-of-memory error; empty otherwise.
@@ -189,7 +188,7 @@ class Trial:
     full_steps: int = 0
     differing_bytes: tuple[int, ...] = ()
     growth: Growth | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     failed_phase: str = ""
     error: str = ""
 
@@ -373,8 +372,8 @@ class Chosen:
     Args:
         batch_size: the size in samples.
         limited_by: what limits it.
-        reason: one sentence: why this size.
-        notes: sentences about the lines, the allocator and the throughput.
+        why: a clause: why this size. Further sentences may follow it.
+        notes: remarks on the lines and the allocator, until they are those of a plan.
         is_verified: whether a rehearsal passed at exactly this size.
         fastest_batch_size: the smallest size near the best throughput that was measured; ``None``
             if no step was timed.
@@ -388,8 +387,8 @@ class Chosen:
 
     batch_size: int
     limited_by: LimitedBy
-    reason: str
-    notes: tuple[str, ...] = ()
+    why: str
+    notes: tuple[Note, ...] = ()
     is_verified: bool = True
     fastest_batch_size: int | None = None
     largest_batch_size: int | None = None

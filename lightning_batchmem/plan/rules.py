@@ -114,8 +114,8 @@ def _first_size(
 ) -> NextSize | Chosen:
     first = policy.first_size
     if limits.max_reason == "dataset" and limits.max_batch_size < first:
-        reason = f"{limits.unit.size(highest)}: {limits.largest_text}. Nothing was run."
-        return Chosen(highest, "dataset", reason, is_verified=False)
+        why = f"{limits.largest_text}. Nothing was run."
+        return Chosen(highest, "dataset", why, is_verified=False)
     size = min(max(lowest, rounded(first, limits, up=True)), highest)
     return NextSize(size, "probe")
 

@@ -40,12 +40,15 @@ def full_text(plan: Plan) -> str:
 def short_text(plan: Plan) -> str:
     """The plan in a few rows, whose lines have at most 80 columns.
 
-    There is no line, no trial, and only the first note besides the warnings.
+    There is no line and no trial. Only the first note is there besides those on the training.
     """
     more = "all sizes"
-    if len(plan.notes) > 1:
-        more += f", {counted(len(plan.notes) - 1, 'more note')}"
-    rows = [row for row in _rows(replace(plan, notes=plan.notes[:1])) if row[0] != "line"]
+    of_training = [note for note in plan.notes if note.kind == "training"]
+    of_search = [note for note in plan.notes if note.kind != "training"]
+    if len(of_search) > 1:
+        more += f", {counted(len(of_search) - 1, 'more note')}"
+    short = replace(plan, notes=(*of_training, *of_search[:1]))
+    rows = [row for row in _rows(short) if row[0] != "line"]
     rows.append(("details", f"print the plan, or set verbose=True: {more}"))
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(rows)])
 
@@ -82,7 +85,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     rows = []
     if plan.training:
         rows.append(("training", plan.training))
-    rows += [("note", warning) for warning in plan.warnings]
+    rows += [("note", note.text) for note in plan.notes if note.kind == "training"]
     if plan.speeds:
         rows.append(("speed", _speeds(plan)))
     rows.append(("memory", _memory(plan)))
@@ -98,9 +101,9 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("size", _place(plan.place)))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
-    if plan.reason:
+    if plan.chosen.why:
         rows.append(("why", plan.reason))
-    rows += [("note", note) for note in plan.notes]
+    rows += [("note", note.text) for note in plan.notes if note.kind != "training"]
     return rows
 
 

@@ -14,13 +14,11 @@ from torch.nn import Module
 
 from lightning_batchmem.plan.json_fields import read_small
 from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Chosen, SizeLimit, Trial, device_text, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.search.ranks import Ranks
-
-NOT_USED = "The earlier plan was not used"
-"""The beginning of a note about a given plan."""
 
 LIMIT_TOLERANCE = 0.1
 """Limits are equal if they differ by at most this share: free memory always varies."""
@@ -58,7 +56,7 @@ def find_earlier_plan(
     device: str,
     limit_bytes: int,
     ranks: Ranks,
-) -> tuple[Plan | None, list[str]]:
+) -> tuple[Plan | None, list[Note]]:
     """The plan to rehearse, or ``None`` and a note why not; the first rank decides for all.
 
     Args:
@@ -98,9 +96,9 @@ def find_earlier_plan(
     return plan, []
 
 
-def earlier_plan_not_used(*reasons: str) -> str:
+def earlier_plan_not_used(*reasons: str) -> Note:
     """A note with clauses that say why."""
-    return f"{NOT_USED}: {', and '.join(reasons)}."
+    return Note("earlier_plan", f"The earlier plan was not used: {', and '.join(reasons)}.")
 
 
 def load_plan(plan: Plan | str | Path) -> Plan:
@@ -176,8 +174,7 @@ def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tupl
     chosen = Chosen(
         size,
         plan.limited_by,
-        f"{limits.unit.size(size)}: the size of an earlier plan, which passed a rehearsal on this"
-        " device.",
+        "the size of an earlier plan, which passed a rehearsal on this device.",
         fastest_batch_size=plan.fastest_batch_size,
         largest_batch_size=plan.largest_batch_size,
     )

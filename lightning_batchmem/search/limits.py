@@ -11,6 +11,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.plan.limits import ProjectStep, SearchLimits
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Bound, mib
@@ -51,14 +52,15 @@ class MemoryRoom:
     host_memory: Callable[[], DeviceMemory] = HostMemory
 
     @property
-    def notes(self) -> list[str]:
-        """A sentence about what is left free; no sentence where nothing is."""
+    def notes(self) -> list[Note]:
+        """A note about what is left free; none where nothing is."""
         if not self.later_bytes:
             return []
-        return [
+        text = (
             f"The search left {mib(self.later_bytes)} of the limit free: the training needs them"
             " later, for gradients that ranks exchange or for averaged weights."
-        ]
+        )
+        return [Note("search", text)]
 
     def provided_bytes(self) -> int:
         """The most that this rank may hold; ranks that share memory divide what is left equally."""

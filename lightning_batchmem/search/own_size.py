@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.own_size import COPIES, loss_notes, takes_own_size
+from lightning_batchmem.plan.own_size import COPIES, loss_note, takes_own_size
 from lightning_batchmem.plan.records import Chosen, NextSize, Speed, Trial
 from lightning_batchmem.plan.sizes import accumulated_batches, is_allowed
 from lightning_batchmem.search.program import Program
@@ -64,21 +64,18 @@ class OwnSize:
         if trial.outcome != "ok":
             return chosen
         how = "ran slower" if objective == "auto" else "did not run clearly faster"
-        reason = (
-            f"{limits.unit.size(own_size)}, the size of the project:"
-            f" {limits.unit.size(size)} {how}."
-        )
-        return replace(chosen, batch_size=own_size, limited_by="throughput", reason=reason)
+        why = f"it is the size of the project, and {limits.unit.size(size)} {how}."
+        return replace(chosen, batch_size=own_size, limited_by="throughput", why=why)
 
-    def notes_of_loss(self, batch_size: int) -> list[str]:
-        """A sentence about a loss with which accumulation does not go, where it was begun."""
+    def note_of_loss(self, batch_size: int) -> str:
+        """A sentence about a loss with which the accumulation of this size does not go."""
         limits = self.limits
         if accumulated_batches(batch_size, limits) <= self.program.accumulate_grad_batches:
-            return []
+            return ""
         if limits.steps_are_collective or limits.options.budget or batch_size < max(COPIES):
-            return []
+            return ""
         losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
-        return loss_notes(losses)
+        return loss_note(losses)
 
     def _samples_per_second(self, batch_size: int) -> float:
         """The throughput of the slowest rank at a size; 0 where it was not measured."""

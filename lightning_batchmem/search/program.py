@@ -27,6 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.records import Bound
 
 
@@ -152,8 +153,8 @@ class Program:
         return ()
 
     @property
-    def notes(self) -> Sequence[str]:
-        """Sentences about the samples that the plan repeats."""
+    def notes(self) -> Sequence[Note]:
+        """Notes about the samples, which the plan repeats."""
         return ()
 
     @property

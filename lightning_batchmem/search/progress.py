@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.options import Unit
 from lightning_batchmem.plan.printing import StandardOutput, printable
 from lightning_batchmem.plan.records import NextSize, Trial, counted, mib
 from lightning_batchmem.plan.rules import runs_left
-from lightning_batchmem.plan.unit import Unit
 
 START_TEXT = "BatchFinder: searching for a batch size."
 """What is printed at the start of a search that is not shown on a terminal."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.own_size import slower_notes
+from lightning_batchmem.plan.own_size import slower_note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
@@ -48,6 +49,10 @@ _MORE_ROOM = (
     "Most of it is other memory of this process, not that of the step: pass a higher memory_limit,"
     " or free it."
 )
+
+
+class NothingFitsError(RuntimeError):
+    """No batch size fits; the text says what was measured, and what to do."""
 
 
 class BatchSizeSearch:
@@ -104,7 +109,7 @@ class BatchSizeSearch:
             given_plan: an earlier plan, its file, or a log directory.
 
         Raises:
-            RuntimeError: if no size fits.
+            NothingFitsError: if no size fits.
         """
         earlier_plan, notes = find_earlier_plan(
             given_plan,
@@ -127,7 +132,7 @@ class BatchSizeSearch:
         What the steps keep was measured in that other state, where a memory bank is full.
 
         Raises:
-            RuntimeError: if no size fits.
+            NothingFitsError: if no size fits.
         """
         chosen = self._rehearse_again(plan)
         return self._plan(chosen if isinstance(chosen, Chosen) else self._found(), [])
@@ -140,24 +145,26 @@ class BatchSizeSearch:
         if is_rehearsed or not is_allowed(batch_size, self._limits):
             return plan
         trial = self._run(NextSize(batch_size, "rehearsal"))
-        notes = dict.fromkeys((*plan.notes, *trial.notes))
-        return replace(plan, trials=(*plan.trials, trial), notes=tuple(notes))
+        return replace(plan, trials=(*plan.trials, trial)).with_notes(*trial.notes)
 
-    def _plan(self, chosen: Chosen, notes: list[str]) -> Plan:
+    def _plan(self, chosen: Chosen, notes: list[Note]) -> Plan:
         self._program.check_batch_size(chosen.batch_size)
         limits = self._limits
-        warnings = slower_notes(chosen.speeds, chosen.batch_size, limits)
+        on_training = [slower_note(chosen.speeds, chosen.batch_size, limits)]
         if not self._is_simulated:
-            warnings += self._own_size().notes_of_loss(chosen.batch_size)
+            on_training.append(self._own_size().note_of_loss(chosen.batch_size))
         of_steps = [
-            f"Steps on equal batches took {' to '.join(map(mib, trial.differing_bytes[::-1]))}:"
-            " something in them is random, or changes, and the training may need more. A smaller"
-            " memory_limit leaves more room."
+            Note(
+                "search",
+                f"Steps on equal batches took {' to '.join(map(mib, trial.differing_bytes[::-1]))}:"
+                " something in them is random, or changes, and the training may need more. A"
+                " smaller memory_limit leaves more room.",
+            )
             for trial in self._trials
             if trial.differing_bytes
             and (trial.batch_size, trial.kind) == (chosen.batch_size, "rehearsal")
         ]
-        of_trials = dict.fromkeys(note for trial in self._trials for note in trial.notes)
+        of_trials = [note for trial in self._trials for note in trial.notes]
         return Plan(
             replace(chosen, notes=()),
             self._trials,
@@ -167,14 +174,16 @@ class BatchSizeSearch:
             recipe=Recipe(
                 chosen.batch_size, accumulated_batches(chosen.batch_size, limits), limits.step.ranks
             ),
-            warnings=tuple(warnings),
-            notes=(
-                *of_steps,
-                *notes,
-                *chosen.notes,
-                *of_trials,
-                *self._program.notes,
-                *self._room.notes,
+            notes=in_order(
+                [
+                    *[Note("training", text) for text in on_training],
+                    *of_steps,
+                    *notes,
+                    *chosen.notes,
+                    *of_trials,
+                    *self._program.notes,
+                    *self._room.notes,
+                ]
             ),
             parameters=self._parameters,
             budget_name=limits.unit.budget_name,
@@ -200,13 +209,10 @@ class BatchSizeSearch:
                 self._trials = ()
             else:
                 texts = [step.reason, *self._explanation(), *self._room.notes]
-                raise RuntimeError(" ".join(texts))
+                raise NothingFitsError(" ".join(map(str, texts)))
         if why_kept:
-            reason = (
-                f"{self._limits.unit.size(step.batch_size)}: {why_kept}. Accumulation keeps the"
-                " samples of an optimizer step."
-            )
-            step = replace(step, limited_by="memory", reason=reason)
+            why = f"{why_kept}. Accumulation keeps the samples of an optimizer step."
+            step = replace(step, limited_by="memory", why=why)
         return step if self._is_simulated else self._own_size().compared(step, self._run)
 
     def _runner_of(self, program: Program) -> TrialRunner:
@@ -217,7 +223,7 @@ class BatchSizeSearch:
     def _own_size(self) -> OwnSize:
         return OwnSize(self._program, self._runner, self._limits, self._ranks)
 
-    def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[str]]:
+    def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[Note]]:
         """The size, lowered until what its steps keep fits too, and a note of it.
 
         If no smaller size helps, the size is not verified.
@@ -240,10 +246,7 @@ class BatchSizeSearch:
                 chosen,
                 batch_size=size,
                 limited_by="memory",
-                reason=(
-                    f"{limits.unit.size(size)}: a larger size leaves no room for what the steps"
-                    " keep."
-                ),
+                why="a larger size leaves no room for what the steps keep.",
                 largest_batch_size=size,
                 speeds=(),
             )

@@ -12,6 +12,7 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.limits import SearchLimits
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
 from lightning_batchmem.plan.sizes import accumulated_batches, size_range
@@ -268,16 +269,16 @@ class TrialRunner:
             # A later step may need more, and each one leaves other blocks in the cache.
             changing_bytes = live_bytes - meter.fixed_bytes
             needed_bytes = max(needed_bytes, meter.fixed_bytes + int(changing_bytes / RAGGED_SHARE))
-        notes = []
+        texts = []
         if meter.has_idle_optimizer:
-            notes.append(
+            texts.append(
                 "An optimizer did not step in the first steps, so its state is not part of the"
                 " measured memory. Set a smaller max_batch_size to leave room for it."
             )
         if meter.live is None:
-            notes.append(LIVE_BYTES_NOT_COUNTED)
+            texts.append(LIVE_BYTES_NOT_COUNTED)
         if any(step.caught_errors > 0 for step in readings):
-            notes.append(
+            texts.append(
                 "At some sizes an allocation failed inside a step that went on: cuDNN takes a"
                 " slower algorithm then, with less memory. So their memory is not on one line with"
                 " that of smaller sizes."
@@ -300,7 +301,7 @@ class TrialRunner:
             full_steps=num_full_steps(readings),
             differing_bytes=differing_bytes,
             growth=meter.growth,
-            notes=tuple(notes),
+            notes=tuple(Note("search", text) for text in texts),
         )
 
 

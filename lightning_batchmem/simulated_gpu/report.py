@@ -38,7 +38,7 @@ def text_of(outcome: Outcome, context_bytes: int) -> str:
         rows.append(("range", _range(plan, smallest)))
     rows += [
         ("assumed", _assumed(context_bytes)),
-        *[("note", note) for note in (*plan.warnings, *plan.notes)],
+        *[("note", note.text) for note in plan.notes],
         ("next", "search again on the GPU itself; nothing here ran on one"),
     ]
     lines = [_wrapped(f"  {name:<10}{text}", indent=12) for name, text in rows]
@@ -69,7 +69,7 @@ def table_of(outcomes: Sequence[Outcome], context_bytes: int) -> str:
             f"assumed: {_assumed(context_bytes)}",
         ]
         # They differ in their numbers, and would be longer than the table.
-        if any(set(plan.notes) - set(remarks) for plan in plans):
+        if any({note.text for note in plan.notes} - set(remarks) for plan in plans):
             remarks.append("a plan has more notes, which simulate prints for a single GPU")
     table = table_text(headings, map(_row, outcomes), left=2)
     return "\n".join([table, "", *[_wrapped(f"- {remark}") for remark in remarks]])

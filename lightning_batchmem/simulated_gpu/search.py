@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_batchmem import check, comparison
-from lightning_batchmem._lightning.packages import in_every_package, is_own_error
+from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.strategies import (
     check_strategy,
     exchange_on_host,
@@ -22,9 +22,11 @@ from lightning_batchmem._lightning.strategies import (
 from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.compiled import compiled_frames
+from lightning_batchmem.search.search import NothingFitsError
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 MEMORY_TEST = "memory_test"
@@ -124,9 +126,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         # The rest of the text is about this process.
         reason = str(error).partition(" GPU ")[0]
         return {"nothing_fits": f"{NOTHING_FITS}: before the first step, {reason}"}
-    except RuntimeError as error:
-        if not (is_own_error(error) and str(error).startswith(NOTHING_FITS)):
-            raise
+    except NothingFitsError as error:
         return {"nothing_fits": " ".join([*notes, str(error)])}
     notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
     if is_memory_test:
@@ -174,8 +174,7 @@ def simulated_plan(plan: Plan, gpu: str, notes: list[str]) -> Plan:
         simulated=True,
         device=f"simulated {gpu}",
         trials=tuple(trials),
-        notes=(*notes, *plan.notes),
-    )
+    ).with_notes(*(Note("simulation", text) for text in notes))
 
 
 def _check_trainer(trainer: Trainer) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_batchmem import BatchFinder
 from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law, loader, quiet_trainer
+from tests.helpers.plans import search_notes, training_notes
 
 BUDGET = 552 * MIB
 SMALLER_BUDGET = 328 * MIB
@@ -57,7 +58,9 @@ def test_the_target_is_reached_by_accumulation(
     assert plan.effective_batch_size == sizes.per_step[0] == effective
     assert plan.verified
     assert module.trainer.accumulate_grad_batches == accumulate
-    assert any("of target_batch_size" in text for text in plan.warnings) == (effective != target)
+    assert any("of target_batch_size" in text for text in training_notes(plan)) == (
+        effective != target
+    )
 
 
 def test_an_epoch_shorter_than_an_optimizer_step(search, device):
@@ -66,7 +69,7 @@ def test_an_epoch_shorter_than_an_optimizer_step(search, device):
     plan = search(module, options=options, limit_train_batches=2)
     assert (plan.accumulate_grad_batches, plan.effective_batch_size) == (10, 800)
     warning = "An optimizer step has 800 samples, not the 4,000 of target_batch_size: 2 x 400."
-    assert warning in plan.warnings
+    assert warning in training_notes(plan)
     assert module.lr == pytest.approx(0.2)
 
 
@@ -124,7 +127,7 @@ def test_the_learning_rate_is_scaled(search, device, project, trainer, expected)
     assert type(module.lr) is float
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
     assert f"learning rate {project.get('lr', 0.1):.6g} -> {expected:.6g}" in plan.training
-    assert not any("learning rate" in note for note in plan.notes)
+    assert not any("learning rate" in note for note in search_notes(plan))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_the_learning_rate_is_scaled_by_the_samples_that_a_step_has(
     assert plan.effective_batch_size == after
     assert plan.learning_rate == pytest.approx(0.1 * after / before)
     alone = search(Few(device, batch_size=size), options={"max_batch_size": 50}, **trainer)
-    sentences = (*alone.warnings, *alone.notes)
+    sentences = (*training_notes(alone), *search_notes(alone))
     assert any(f"instead of {before}" in text for text in sentences) == (after != before)
 
 
@@ -215,7 +218,7 @@ class ScalesItself(Rated):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_project_that_scales_its_rate_itself(search, device, groups):
     plan = search(ScalesItself(device, groups))
-    assert not plan.warnings
+    assert not training_notes(plan)
     assert plan.project_recipe.learning_rates[0] == pytest.approx(0.1 * 100 / 256)
     assert plan.recipe.learning_rates[0] == pytest.approx(0.1 * 400 / 256)
     # It would be scaled twice.
@@ -257,9 +260,9 @@ def test_projects_whose_learning_rate_cannot_be_scaled(search, device, project, 
 def test_a_note_on_the_learning_rate_without_scaling(search, device, target, capsys):
     module = Rated(device, batch_size=100)
     plan = search(module, options={"target_batch_size": target})
-    assert len(plan.warnings) == (target is None)
+    assert len(training_notes(plan)) == (target is None)
     change = 'For SGD, lr_scaling="linear" multiplies the rate by 4'
-    for warning in plan.warnings:
+    for warning in training_notes(plan):
         assert warning.startswith("An optimizer step has 400 samples instead of 100 at the same")
         assert change in warning
         assert warning in " ".join(capsys.readouterr().out.split())

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.lawful import MIB, SAMPLES, Lawful, found_size, law, loader
+from tests.helpers.plans import search_notes
 from tests.helpers.samples import changed
 
 
@@ -88,7 +89,7 @@ class Downloaded(Lawful):
 def test_samples_outside_of_the_limits_are_not_read(search, device, limits):
     plan = search(Downloaded(device, law), options={"max_batch_size": 50}, **limits)
     assert plan.verified
-    assert not any("left out" in note for note in plan.notes)
+    assert not any("left out" in note for note in search_notes(plan))
 
 
 def small_loader(module):

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, factory
 from tests.helpers.lawful import MIB, SAMPLES, Lawful, Sizes, found_size, quiet_trainer
+from tests.helpers.plans import search_notes
 
 AVAILABLE = 500 * MIB
 FIXED = 99 * MIB
@@ -229,8 +230,8 @@ def test_a_state_at_the_start_that_needs_more_limits_the_size(search, device):
         "The state in which the training starts limits the size, perhaps because it fragments"
         f" memory: in the state that later= makes alone, {FOUND} samples fit."
     )
-    assert note in plan.notes
-    assert not any("earlier plan" in note or "pass later=" in note for note in plan.notes)
+    assert note in search_notes(plan)
+    assert not any("earlier plan" in note or "pass later=" in note for note in search_notes(plan))
 
 
 # More than the steps of a rehearsal.
@@ -268,7 +269,7 @@ def test_the_size_holds_in_memory_that_the_first_state_has_left_in_pieces(search
     assert max(module.needed) == FIXED + int(1.2 * plan.batch_size * 4 * MIB)
     assert plan.verified
     note = "The state in which the training starts limits the size"
-    assert any(one.startswith(note) for one in plan.notes)
+    assert any(one.startswith(note) for one in search_notes(plan))
 
 
 class Bank(Lawful):
@@ -360,4 +361,4 @@ def test_frozen_parameters_of_an_optimizer_are_a_note(search, device, has_all, o
     plan = search(Adapted(device, has_all=has_all), options=options)
     assert plan.batch_size == FOUND
     note = "2 of 4 parameters are frozen. If they are unfrozen later, pass later=."
-    assert (note in plan.notes) == is_noted
+    assert (note in search_notes(plan)) == is_noted

@@ -166,7 +166,7 @@ def test_a_sample_that_cannot_be_read_is_left_out_with_a_note(monkeypatch, metho
     monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: method)
     made = batches(changed(from_files))
     assert made.batch(80)[0].shape == (80, 4)
-    (note,) = made.notes
+    (note,) = map(str, made.notes)
     assert note.startswith(
         "The search left out 40 of 100 samples that could not be read (FileNotFoundError: no file"
     )
@@ -212,7 +212,7 @@ def test_slow_samples_are_used_as_far_as_they_were_read():
     assert len(sizes.measured) == len(samples)
     assert not sizes.is_complete
     assert dataset.reads == 0
-    (note,) = batches(dataset, policy=quick).notes
+    (note,) = map(str, batches(dataset, policy=quick).notes)
     # On a busy machine, reading one sample takes seconds.
     assert re.fullmatch(r"Only [123] samples were read; larger ones may exist\.", note)
     assert not batches(dataset, "typical", policy=quick).notes

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_batchmem import BatchFinder
 from tests.helpers.lawful import quiet_trainer
+from tests.helpers.plans import search_notes
 
 # The search leaves 5 % of it free.
 LIMIT_BYTES = 336 * 2**20
@@ -445,7 +446,7 @@ def test_the_size_holds_and_is_that_of_the_last_state(name, tmp_path, limit_to):
     assert plan.verified
     # The first state may leave memory in pieces that the later one cannot use.
     limits = "The state in which the training starts limits the size"
-    assert plan.chosen.state or any(note.startswith(limits) for note in plan.notes)
+    assert plan.chosen.state or any(note.startswith(limits) for note in search_notes(plan))
     at_end = searched(kind(is_late=True), tmp_path, **arguments)
     assert plan.batch_size >= 0.8 * at_end.batch_size
 
@@ -463,7 +464,7 @@ def test_a_frozen_base_stays_frozen(tmp_path, limit_to):
     module = Adapted()
     plan = searched(module, tmp_path)
     assert not plan.chosen.state
-    assert not any("frozen" in note for note in plan.notes)
+    assert not any("frozen" in note for note in search_notes(plan))
     assert not any(parameter.requires_grad for parameter in module.backbone.parameters())
     trained = searched(Changing(), tmp_path)
     assert plan.batch_size > 1.5 * trained.batch_size
@@ -539,7 +540,7 @@ def test_a_metric_that_keeps_outputs_fits_where_the_plan_is_verified(
         train(finder, Measured(resets=resets), tmp_path)
     except torch.OutOfMemoryError:
         assert not finder.plan.verified
-    notes = [note for note in finder.plan.notes if note.startswith("Equal steps need")]
+    notes = [note for note in search_notes(finder.plan) if note.startswith("Equal steps need")]
     # A rehearsal has whole epochs, whose end may free the outputs.
     assert len(notes) == (not resets)
     assert all("an epoch has 6." in note for note in notes)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
+from tests.helpers.plans import search_notes
 
 
 class Linear(LightningModule):
@@ -101,7 +102,7 @@ def ragged() -> dict[str, Any]:
         "size": finder.plan.batch_size,
         "verified": finder.plan.verified,
         "steps": trainer.global_step,
-        "notes": finder.plan.notes,
+        "notes": search_notes(finder.plan),
     }
 
 

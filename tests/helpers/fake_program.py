@@ -3,6 +3,7 @@
 import torch
 
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.search.program import Program, Steps
 
 
@@ -34,7 +35,7 @@ class FakeProgram(Program):
     """One stage of a program whose memory follows ``law``, a function of the batch size."""
 
     device = torch.device("cpu")
-    notes = ("a note of the samples",)
+    notes = (Note("search", "a note of the samples"),)
     optimizers = ()
 
     def __init__(self, device_memory, law, largest=10_000):

@@ -144,5 +144,9 @@ class Sizes(Callback):
             self.per_step.append(0)
 
 
-# Version 0.1.0 wrote this plan.
-OLD_PLAN = json.loads((Path(__file__).parent / "plan_of_0_1_0.json").read_text())
+SAVED_PLAN = json.loads((Path(__file__).parent / "saved_plan.json").read_text())
+
+
+def saved_plan_of(batch_size):
+    """The data of a saved plan with another value as its size."""
+    return {**SAVED_PLAN, "chosen": {**SAVED_PLAN["chosen"], "batch_size": batch_size}}

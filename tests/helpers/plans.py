@@ -25,3 +25,13 @@ def plan_with(plan: Plan, **changes: Any) -> Plan:
         if part not in changes
     }
     return replace(plan, **parts, **changes)
+
+
+def training_notes(plan: Plan) -> tuple[str, ...]:
+    """The notes about what a size changes in the training."""
+    return tuple(note.text for note in plan.notes if note.kind == "training")
+
+
+def search_notes(plan: Plan) -> tuple[str, ...]:
+    """All other notes."""
+    return tuple(note.text for note in plan.notes if note.kind != "training")

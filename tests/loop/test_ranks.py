@@ -46,7 +46,7 @@ def seen(tmp_path_factory):
 def test_all_ranks_have_one_plan_and_train_as_without_a_search(name, seen):
     one, other = seen[name]
     assert one["plan"] == other["plan"]
-    assert one["plan"]["verified"]
+    assert one["plan"]["chosen"]["is_verified"]
     size = one["plan"]["batch_size"]
     # The second rank has the least room. Steps that all ranks take together leave more free.
     largest = found_size(400 * MIB)

@@ -8,8 +8,8 @@ from lightning_batchmem.plan.learning_rate import (
     learning_rate_factor,
     learning_rate_note,
 )
+from lightning_batchmem.plan.options import Unit
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.unit import Unit
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_batchmem.plan.options import SearchOptions, parse_memory_limit
+from lightning_batchmem.plan.options import SearchOptions, Unit, parse_memory_limit
 
 BUDGET = 100 * 2**30
 
@@ -157,3 +157,16 @@ def test_numbers_of_numpy_become_plain():
     assert values == (0.5, 64, 8)
     assert [type(value) for value in values] == [float, int, int]
     assert type(SearchOptions(memory_limit=np.int64(2**30)).memory_limit) is int
+
+
+def test_sizes_in_samples():
+    unit = Unit()
+    assert (unit.name, unit.items, unit.one) == ("batch size", "samples", "a sample")
+    assert unit.size(4096) == "4,096 samples"
+    assert unit.size(1) == "1 sample"
+
+
+def test_sizes_of_a_budget():
+    unit = Unit("max_tokens")
+    assert (unit.name, unit.items, unit.one) == ("max_tokens", "items", "for each of max_tokens")
+    assert unit.size(4096) == "max_tokens 4,096"

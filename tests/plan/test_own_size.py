@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_batchmem.plan.own_size import loss_notes, slower_notes, takes_own_size
+from lightning_batchmem.plan.own_size import loss_note, slower_note, takes_own_size
 from lightning_batchmem.plan.records import Speed
 from tests.helpers.simulated_search import limits
 
@@ -23,14 +23,14 @@ def test_the_own_size_is_taken_where_the_other_is_slower(objective, speed, takes
 
 def test_a_slower_size_is_one_warning():
     speeds = (Speed(32, 245.0), Speed(160, 193.0))
-    assert slower_notes(speeds, 160, limits()) == [
+    assert slower_note(speeds, 160, limits()) == (
         "160 samples are slower than your 32: 79% of the samples a second."
         ' objective="throughput" looks for the fastest size.'
-    ]
+    )
     # The size of the project was taken instead.
-    assert slower_notes(speeds, 32, limits()) == []
-    assert slower_notes((Speed(32, 245.0), Speed(160, 240.0)), 160, limits()) == []
-    assert slower_notes((), 160, limits()) == []
+    assert slower_note(speeds, 32, limits()) == ""
+    assert slower_note((Speed(32, 245.0), Speed(160, 240.0)), 160, limits()) == ""
+    assert slower_note((), 160, limits()) == ""
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_a_slower_size_is_one_warning():
     ],
 )
 def test_copies_of_a_sample_show_what_the_loss_is(losses, words):
-    notes = loss_notes(losses)
-    assert bool(notes) == bool(words)
-    assert words in " ".join(notes)
+    note = loss_note(losses)
+    assert bool(note) == bool(words)
+    assert words in note

@@ -1,17 +1,17 @@
 import json
 from dataclasses import replace
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.notes import Note, NoteKind, in_order
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Growth, Speed, Trial
-from tests.helpers.lawful import OLD_PLAN
-from tests.helpers.plans import plan_with
+from tests.helpers.plans import plan_with, search_notes
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -29,6 +29,9 @@ STRATEGIES = {
 }
 
 
+NOTES = st.builds(Note, st.sampled_from(get_args(NoteKind)), TEXT)
+
+
 def any_of(kind, **strategies):
     """Instances of a dataclass, with every field that has no strategy drawn by its type."""
     types = get_type_hints(kind)
@@ -42,6 +45,7 @@ TRIALS = any_of(
     Trial,
     phase_peak_bytes=PEAKS,
     outcome=st.sampled_from(["ok", "over_limit"]) | TEXT,
+    notes=st.lists(NOTES).map(tuple),
     growth=st.none() | any_of(Growth, batches=st.none() | st.integers(1, 2**50)),
     **TIMES,
 )
@@ -62,12 +66,13 @@ PLANS = any_of(
     trials=st.lists(TRIALS, max_size=5).map(tuple),
     recipe=RECIPES,
     project_recipe=st.none() | RECIPES,
+    notes=st.lists(NOTES).map(tuple),
 )
 PLAN = Plan(
     Chosen(
         32,
         "memory",
-        "32 samples: it passed a rehearsal, and the limit leaves little room above it.",
+        "it passed a rehearsal, and the limit leaves little room above it.",
         fastest_batch_size=32,
         largest_batch_size=32,
     ),
@@ -101,17 +106,18 @@ def test_a_plan_read_from_its_json_is_equal(plan):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_plan_of_version_0_1_0_is_read():
-    plan = Plan.from_json(json.dumps(OLD_PLAN))
-    assert (plan.batch_size, plan.limited_by, plan.effective_batch_size) == (64, "memory", 64)
-    assert (plan.measured_peak_bytes, plan.held_peak_bytes, plan.notes) == (170_000_000, None, ())
-    (trial,) = plan.trials
-    assert (trial.batch_size, trial.kind) == (64, "probe")
-    assert (trial.peak_bytes, trial.step_seconds) == (170_000_000, 0.1)
-    # Version 0.1.0 kept lines of trials that it did not keep.
-    assert plan.memory is None
-    assert Plan.from_json(plan.to_json()) == plan
-    assert "batch size 64" in str(plan)
+def test_a_plan_with_few_fields_is_read():
+    chosen = {"batch_size": 64, "limited_by": "memory", "why": "it passed."}
+    plan = Plan.from_json(json.dumps({"chosen": chosen, "trials": [], "limit_bytes": 1}))
+    assert plan == Plan(Chosen(64, "memory", "it passed."), (), 1)
+
+
+def test_a_flat_plan_of_an_earlier_version_is_refused():
+    data = json.loads(PLAN.to_json())
+    chosen = data.pop("chosen")
+    flat = {**data, **chosen}
+    with pytest.raises(ValueError, match="text must be the JSON of a Plan, got"):
+        Plan.from_json(json.dumps(flat))
 
 
 def test_unknown_keys_are_ignored():
@@ -130,13 +136,13 @@ def test_other_text_is_refused(text):
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("batch_size",), 16.0),
-        (("batch_size",), True),
+        (("chosen", "batch_size"), 16.0),
+        (("chosen", "batch_size"), True),
         (("limit_bytes",), "1"),
         (("limit_bytes",), 10**400),
         (("trials", 0, "step_seconds"), -(10**400)),
-        (("limited_by",), None),
-        (("verified",), 1),
+        (("chosen", "limited_by"), None),
+        (("chosen", "is_verified"), 1),
         (("notes",), "a note"),
         (("trials",), {}),
         (("trials", 0), "batch_size"),
@@ -169,16 +175,17 @@ CONTROLS = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\n\x00\x7f\ud800"
 
 def with_text(text):
     """A plan that has the text wherever it has one."""
-    trial = replace(PLAN.trials[0], outcome=text, kind=text, notes=(text,), error=text)
+    note = Note(text, text)
+    trial = replace(PLAN.trials[0], outcome=text, kind=text, notes=(note,), error=text)
     # The phase of a line, and a trial that no line uses.
     fitted = tuple(Trial(size, "ok", {text: size * MIB}) for size in (1, 2))
     return plan_with(
         PLAN,
         limited_by=text,
         trials=(trial, *fitted),
-        reason=text,
+        why=text,
         device=text,
-        notes=(text,),
+        notes=(note,),
         parameters=text,
         budget_name=text,
         place=text,
@@ -227,7 +234,7 @@ def test_a_long_text_is_cut_off():
 
 def test_values_of_another_version_are_shown():
     data = json.loads(PLAN.to_json())
-    data["limited_by"] = "moon_phase"
+    data["chosen"]["limited_by"] = "moon_phase"
     data["trials"][0] |= {"outcome": "killed", "kind": "climb"}
     text = str(Plan.from_json(json.dumps(data)))
     assert "limited by moon_phase" in text
@@ -261,8 +268,7 @@ def test_the_text_has_what_else_a_person_should_know():
         recipe=Recipe(32, 4, 2, 256, 100, learning_rates=(0.2,)),
         project_recipe=Recipe(16, 4, 2, 128, 200, learning_rates=(0.1,)),
         speeds=(Speed(16, 100.0), Speed(32, 90.0)),
-        warnings=("a warning",),
-        notes=("a note",),
+        notes=(Note("training", "a warning"), Note("search", "a note")),
     )
     text = str(plan)
     assert text.startswith(
@@ -312,7 +318,7 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         limited_by="limit_train_batches",
         recipe=Recipe(ranks=16),
         trials=(large,),
-        notes=(f"The earlier plan was not used: /{'a' * 100}/plan.json cannot be read.",),
+        notes=(Note("earlier_plan", f"/{'a' * 100}/plan.json cannot be read."),),
     )
     for text in (str(plan), plan.short_text()):
         first, *others = text.splitlines()
@@ -320,16 +326,22 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         # What continues a line is indented.
         assert [line for line in others if not line.startswith(("  ", "|"))] == []
         words = "".join(text.split())
-        assert "".join(plan.notes[0].split()) in words
+        assert "".join(search_notes(plan)[0].split()) in words
 
 
-def test_the_short_text_has_the_training_all_warnings_and_one_note():
+def test_the_short_text_has_all_notes_on_the_training_and_the_one_that_surprises_most():
     plan = plan_with(
         PLAN,
         recipe=Recipe(32, 4, 1, 128, 10),
         project_recipe=Recipe(128, 1, 1, 128, 10),
-        warnings=("one", "another"),
-        notes=("the first", "a second"),
+        notes=in_order(
+            [
+                Note("search", "a second"),
+                Note("training", "one"),
+                Note("growth", "the first"),
+                Note("training", "another"),
+            ]
+        ),
     )
     assert plan.short_text() == "\n".join(
         [
@@ -339,8 +351,8 @@ def test_the_short_text_has_the_training_all_warnings_and_one_note():
             "  note      another",
             "  memory    process 180.0, limit 200.0 MiB; tensors 164.0, predicted 164.0",
             "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
-            "  why       32 samples: it passed a rehearsal, and the limit leaves little room",
-            "            above it.",
+            "  why       32 samples instead of the project's 128: it passed a rehearsal, and",
+            "            the limit leaves little room above it.",
             "  note      the first",
             "  details   print the plan, or set verbose=True: all sizes, 1 more note",
         ]

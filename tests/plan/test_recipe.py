@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_batchmem.plan.options import Unit
 from lightning_batchmem.plan.recipe import (
     Epoch,
     Recipe,
@@ -10,7 +11,6 @@ from lightning_batchmem.plan.recipe import (
     step_ratio,
     training_text,
 )
-from lightning_batchmem.plan.unit import Unit
 
 RATE = "learning rate 0.001 unchanged"
 

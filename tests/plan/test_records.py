@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.records import PHASES, Line, MemoryModel, Trial, counted, mib
 
+A, B, C = (Note("search", text) for text in "abc")
 TRIALS = st.builds(
     Trial,
     batch_size=st.just(4),
@@ -48,7 +50,7 @@ def test_worst_of_takes_the_worst_of_each_field():
         largest_batch_bytes=7,
         step_seconds=0.1,
         full_steps=9,
-        notes=("a", "b"),
+        notes=(A, B),
     )
     second = Trial(
         batch_size=4,
@@ -63,7 +65,7 @@ def test_worst_of_takes_the_worst_of_each_field():
         step_seconds=0.3,
         full_steps=12,
         needed_bytes=300,
-        notes=("b", "c"),
+        notes=(B, C),
         error="e",
     )
     expected = replace(
@@ -72,7 +74,7 @@ def test_worst_of_takes_the_worst_of_each_field():
         start_bytes=30,
         held_peak_bytes=200,
         full_steps=9,
-        notes=("a", "b", "c"),
+        notes=(A, B, C),
     )
     assert Trial.worst_of([first, second]) == Trial.worst_of([second, first]) == expected
     failed = Trial(4, "out_of_memory", {})

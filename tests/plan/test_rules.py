@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_batchmem.plan.limits import ProjectStep
 from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide, runs_left
+from tests.helpers.plans import search_notes
 from tests.helpers.simulated_search import (
     LAWS,
     LIMIT,
@@ -145,20 +146,20 @@ def test_a_fragmented_size_is_noted():
         is_larger = step.kind == "rehearsal" and step.batch_size > size // 2
         return with_changes(device(STRAIGHT)(step), outcome="out_of_memory" if is_larger else "ok")
 
-    (note,) = drive(retrying, fragmented).plan.notes
+    (note,) = search_notes(drive(retrying, fragmented).plan)
     assert note.endswith(f"expandable_segments:True about {size} samples fit.")
-    assert drive(retrying, limits()).plan.notes == ()
+    assert search_notes(drive(retrying, limits()).plan) == ()
     # No size failed, so nothing was left free.
-    assert drive(device(STRAIGHT), fragmented).plan.notes == ()
+    assert search_notes(drive(device(STRAIGHT), fragmented).plan) == ()
     # Where no error can be caught, it is left free before anything fails.
     together = with_changes(fragmented, steps_are_collective=True)
     plan = drive(device(STRAIGHT), together).plan
-    assert len(plan.notes) == 1
+    assert len(search_notes(plan)) == 1
     less = with_changes(limits(LIMIT - LIMIT // 4), steps_are_collective=True)
     assert plan.batch_size == drive(device(STRAIGHT), less).plan.batch_size
     # Something else limits the size.
     bounded = with_changes(limits(cap=50), fragmented_bytes=LIMIT // 4)
-    assert drive(device(STRAIGHT), bounded).plan.notes == ()
+    assert search_notes(drive(device(STRAIGHT), bounded).plan) == ()
 
 
 def holding(least_bytes, rehearsed_bytes_of_a_sample=20):
@@ -227,7 +228,7 @@ def test_a_device_that_does_not_limit_the_size_gets_no_advice():
 
     plan = drive(of_two_devices, limits()).plan
     assert plan.batch_size <= 50
-    assert plan.notes == ()
+    assert search_notes(plan) == ()
 
 
 @pytest.mark.parametrize(
@@ -461,8 +462,8 @@ def test_one_size_is_rehearsed_on_the_host(run, changes, expected, size):
 
 def test_the_plan_states_why_the_size_stays_far_from_the_limit_of_the_host():
     chosen = drive(device(STRAIGHT), limits(is_host=True)).step
-    assert chosen.reason == (
-        "75 samples: on a CPU tensors get 25% of the room below the limit, because the system"
+    assert chosen.why == (
+        "on a CPU tensors get 25% of the room below the limit, because the system"
         " ends a process that runs out of memory. A higher memory_limit raises the size."
     )
 
@@ -629,7 +630,7 @@ def test_a_peak_above_that_of_a_larger_size_is_left_out():
     driven = drive(run, limits())
     # After 2 samples 4 are certain to fit, and after 4 samples 35 are.
     assert driven.text == "2p 4p 16p 135p 270r 282r"
-    assert driven.plan.notes == (
+    assert search_notes(driven.plan) == (
         "The peak at 2 samples is above that of a larger size, so no line uses it.",
     )
 

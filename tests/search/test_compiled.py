@@ -10,6 +10,7 @@ from lightning_batchmem import BatchFinder
 from lightning_batchmem.search.compiled import compiled_frames, each_size_static, forget_compiled
 from lightning_batchmem.search.trial import LIVE_BYTES_NOT_COUNTED
 from tests.helpers.lawful import MIB, Lawful, law
+from tests.helpers.plans import search_notes
 
 
 class Programs:
@@ -118,4 +119,4 @@ def test_an_optimizer_that_is_compiled_inside_on_the_host(fit, device):
     finder = BatchFinder(max_batch_size=8, objective="memory")
     fit(module, finder, device)
     assert (finder.plan.batch_size, finder.plan.verified) == (8, True)
-    assert LIVE_BYTES_NOT_COUNTED in finder.plan.notes
+    assert LIVE_BYTES_NOT_COUNTED in search_notes(finder.plan)

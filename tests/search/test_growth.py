@@ -8,6 +8,7 @@ from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import Growth
 from tests.helpers.lawful import MIB, Lawful, found_size, loader, quiet_trainer
+from tests.helpers.plans import search_notes
 
 FIXED = 99 * MIB
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -62,10 +63,10 @@ def test_a_plan_is_verified_if_what_grows_fits_too(search, device, steps, is_ver
     growth = plan.trials[-1].growth
     assert (growth.batch_bytes, growth.is_of_epoch) == (MIB, False)
     assert growth.batches == steps
-    assert plan.notes[0].startswith(
+    assert search_notes(plan)[0].startswith(
         "Equal steps need 1.0 MiB more each time: if it goes on, about "
     )
-    assert f"and the training has {steps:,}." in plan.notes[0]
+    assert f"and the training has {steps:,}." in search_notes(plan)[0]
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -91,7 +92,7 @@ def test_what_grows_on_the_host_gets_a_share_of_the_room(search, device, steps, 
 def test_a_list_of_losses_is_not_named(search, device):
     plan = search(Keeping(device, 512), max_steps=1)
     assert plan.verified
-    assert not any("Equal steps" in note for note in plan.notes)
+    assert not any("Equal steps" in note for note in search_notes(plan))
 
 
 def test_what_an_epoch_frees_counts_for_an_epoch(search, device):
@@ -152,7 +153,7 @@ def test_there_was_room_for_what_the_trial_kept():
     growth = Growth(MIB, 10, batches_run=8)
     assert growth.fits(2 * MIB)
     assert not growth.fits(2 * MIB - 1)
-    assert "about 10 steps fit, and the training has 10." in growth.note(2 * MIB)
+    assert "about 10 steps fit, and the training has 10." in growth.note(2 * MIB).text
 
 
 def test_steps_that_keep_nothing_have_no_growth(search, device):
@@ -184,7 +185,7 @@ def test_what_the_end_of_a_validation_frees_counts_for_its_batches(search, devic
     growth = plan.trials[-1].growth
     assert growth == Growth(MIB, 10, 7, is_of_epoch=True, is_of_validation=True)
     assert plan.verified
-    assert plan.notes[0].endswith("steps fit, and an evaluation has 10.")
+    assert search_notes(plan)[0].endswith("steps fit, and an evaluation has 10.")
 
 
 @pytest.mark.parametrize("is_in_training", [True, False])
@@ -198,7 +199,7 @@ def test_what_all_evaluations_keep(reads_here, device, is_in_training):
     (trainer.fit if is_in_training else trainer.validate)(KeepsAll(device, 0))
     batches = 30 if is_in_training else 10
     note = f"and all evaluations have {batches}. Let their end hook free it."
-    assert finder.plan.notes[0].endswith(note)
+    assert search_notes(finder.plan)[0].endswith(note)
 
 
 LIMIT = 475 * MIB
@@ -214,7 +215,7 @@ def test_the_size_is_lowered_until_what_an_epoch_keeps_fits(search, device, kind
     assert plan.limited_by == "memory"
     assert plan.trials[-1].batch_size == plan.batch_size
     assert "no room for what the steps keep" in plan.reason
-    assert "an epoch has" in plan.notes[0]
+    assert "an epoch has" in search_notes(plan)[0]
 
 
 def test_the_size_is_lowered_until_what_a_training_keeps_fits(search, device):
@@ -228,7 +229,7 @@ def test_what_a_short_training_keeps_is_measured_although_its_peaks_differ(searc
     plan = search(Keeping(device, 0, MIB // 2), max_steps=20, max_epochs=-1)
     most = (LIMIT - FIXED) / MIB / (1 + 20 / 2)
     assert plan.batch_size <= most or not plan.verified
-    assert any("Equal steps need" in note for note in plan.notes)
+    assert any("Equal steps need" in note for note in search_notes(plan))
 
 
 def test_the_samples_of_a_step_are_kept_where_the_size_is_lowered(search, device):
@@ -250,7 +251,7 @@ def test_the_size_stays_where_a_smaller_one_does_not_help(search, device):
     plan = search(FreesAll(device, 0, MIB // 10), max_epochs=1, max_steps=-1)
     assert not plan.verified
     assert plan.batch_size > 200
-    assert "steps fit, and an epoch has" in plan.notes[0]
+    assert "steps fit, and an epoch has" in search_notes(plan)[0]
 
 
 def test_what_an_epoch_of_few_steps_frees_is_not_kept_in_a_rehearsal(search, device):

@@ -14,6 +14,7 @@ from lightning_batchmem.search.search import BatchSizeSearch
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.fake_program import FakeProgram, FakeSteps
 from tests.helpers.lawful import MIB, law
+from tests.helpers.plans import search_notes
 
 # The times of these steps are noise.
 POLICY = SearchPolicy()
@@ -80,7 +81,7 @@ def test_a_search_needs_no_lightning(device):
     assert plan.measured_peak_bytes == plan.predicted_peak_bytes == law(354)
     assert program.restarts == [2, 8, 169, 338, 354]
     assert program.batch_size == 354
-    assert plan.notes == ("a note of the samples",)
+    assert search_notes(plan) == ("a note of the samples",)
     assert device.num_ooms == 0
 
 
@@ -90,14 +91,14 @@ def test_the_size_of_an_earlier_plan_is_only_rehearsed(device):
     result = searched(program, earlier_plan=plan)
     assert set(program.sizes) == {354, 354 // 2}
     assert [trial.batch_size for trial in result.trials] == [2, 8, 169, 338, 354]
-    assert result.chosen.reason.endswith("which passed a rehearsal on this device.")
+    assert result.chosen.why.endswith("which passed a rehearsal on this device.")
     heavier = FakeProgram(device, lambda size: law(2 * size))
     result = searched(heavier, earlier_plan=plan)
     assert result.chosen.batch_size == 177
-    assert "The earlier plan was not used: 354 samples ran out of memory" in result.notes[0]
+    assert "The earlier plan was not used: 354 samples ran out of memory" in search_notes(result)[0]
     smaller = FakeProgram(device, law, largest=50)
     result = searched(smaller, earlier_plan=plan)
-    assert result.notes[0].startswith(
+    assert search_notes(result)[0].startswith(
         "The earlier plan was not used: it has 354 samples, and sizes"
     )
 
@@ -164,7 +165,7 @@ def test_loader_workers_count_on_the_host(device):
     most = next(size for size in range(10**6) if law(size) + size * MIB > 500 * MIB)
     assert size == int(0.25 * most) < 100
     assert chosen.needed_bytes == law(size)
-    assert any("The tensors could not be counted" in note for note in result.notes)
+    assert any("The tensors could not be counted" in note for note in search_notes(result))
 
 
 class SampledSteps(FakeSteps):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from lightning_batchmem.plan.options import Unit
 from lightning_batchmem.plan.records import MIB, NextSize, Trial
-from lightning_batchmem.plan.unit import Unit
 from lightning_batchmem.search.progress import START_TEXT, SearchProgress
 
 

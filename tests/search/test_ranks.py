@@ -56,8 +56,15 @@ def fails(error, where, size, **more):
 
 
 OUT = "OutOfMemoryError"
+
+
 # Without budgets, the ranks measure the memory of the host.
 # The network has 193 parameters of four bytes.
+def texts_of(plan):
+    """The notes in the JSON of a plan."""
+    return " ".join(note["text"] for note in plan["notes"])
+
+
 LESS_THAN_LIMIT = "The search left 0.001 MiB of the limit free"
 UP_TO_24 = {"finder": {"max_batch_size": 24}, "budgets": None}
 VALIDATES = {"limit_val_batches": 1.0}
@@ -201,8 +208,8 @@ def test_a_size_for_a_later_state_is_one_on_all_ranks(seen, how):
     plan = same_plan(seen[f"unfrozen by {how}"])
     filling = (plan["limit_bytes"] / MIB - 100) / 2
     assert 0.9 < plan["batch_size"] / filling <= 0.97
-    assert plan["verified"]
-    assert plan["state"]
+    assert plan["chosen"]["is_verified"]
+    assert plan["chosen"]["state"]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +226,7 @@ def test_what_only_one_rank_keeps_counts_on_all(seen, case, batches, more):
         "is_of_epoch": True,
         "is_of_validation": "validation" in case,
     }
-    assert plan["verified"]
+    assert plan["chosen"]["is_verified"]
 
 
 def same_plan(of_ranks):
@@ -246,7 +253,10 @@ def test_the_rank_with_the_least_memory_decides(seen, case):
     is_collective = case in ("collectives", "fsdp budgets", "fsdp2 budgets")
     # The chosen size is such a share of the size that fills the limit, which is 0.95 of the budget.
     least_share, most_share = (0.82, 0.85) if is_collective else (0.90, 0.97)
-    assert (plan["limited_by"], plan["limit_bytes"]) == ("memory", int(0.95 * least * MIB))
+    assert (plan["chosen"]["limited_by"], plan["limit_bytes"]) == (
+        "memory",
+        int(0.95 * least * MIB),
+    )
     filling = plan["limit_bytes"] / MIB - 100
     assert least_share < plan["batch_size"] / filling <= most_share
     kinds = [trial["kind"] for trial in plan["trials"]]
@@ -258,7 +268,7 @@ def test_the_ranks_of_a_machine_divide_memory_that_they_share(seen, case):
     plan = same_plan(seen[case])
     assert plan["recipe"]["effective_batch_size"] == 2 * plan["batch_size"]
     assert plan["limit_bytes"] == 400 / 2 * MIB
-    assert LESS_THAN_LIMIT in " ".join(plan["notes"])
+    assert LESS_THAN_LIMIT in texts_of(plan)
 
 
 @pytest.mark.parametrize("where", ["backward", "optimizer"])
@@ -313,11 +323,11 @@ def test_target_and_learning_rate_count_the_samples_of_all_ranks(seen):
 
 def test_by_default_all_ranks_raise_their_size_by_half(seen):
     plan = same_plan(seen["own size"])
-    assert (plan["batch_size"], plan["limited_by"]) == (12, "recipe")
+    assert (plan["batch_size"], plan["chosen"]["limited_by"]) == (12, "recipe")
     assert plan["training"].startswith(
         "3 steps of 16 (2 ranks x 8) -> 24 (2 ranks x 12) samples: 1.5 times the samples"
     )
-    own, chosen = plan["speeds"]
+    own, chosen = plan["chosen"]["speeds"]
     assert (own["batch_size"], chosen["batch_size"]) == (8, 12)
 
 
@@ -344,17 +354,14 @@ def test_all_ranks_search_again_where_one_of_them_has_less(seen):
 def test_the_first_rank_decides_whether_an_earlier_plan_is_used_again(seen):
     plan = same_plan(seen["saves"])
     again = same_plan(seen["reuses"])
-    reason = (
-        f"{plan['batch_size']} samples: the size of an earlier plan,"
-        " which passed a rehearsal on this device."
-    )
-    assert again["reason"] == reason
+    why = "the size of an earlier plan, which passed a rehearsal on this device."
+    assert again["chosen"]["why"] == why
     rehearsals = [trial for trial in again["trials"] if trial["kind"] == "rehearsal"]
     # One is of this size, and the other failed or was of a smaller size.
     assert len(rehearsals) == 2
     assert again["limit_bytes"] == plan["limit_bytes"]
     searched = same_plan(seen["reuses with less on rank 1"])
-    assert "The earlier plan was not used: the limit was" in " ".join(searched["notes"])
+    assert "The earlier plan was not used: the limit was" in texts_of(searched)
     assert searched["batch_size"] < plan["batch_size"]
 
 

@@ -19,6 +19,7 @@ from lightning_batchmem import BatchFinder
 from lightning_batchmem.batches import shared_memory
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
+from tests.helpers.plans import search_notes, training_notes
 
 BUDGET = 500 * MIB
 LIMIT = 475 * MIB
@@ -156,10 +157,10 @@ def test_an_average_of_the_weights_takes_a_copy_of_the_parameters(search, device
     plan = search(Lawful(device, law), StochasticWeightAveraging(0.01), max_epochs=1)
     # The copy has a weight and a bias of four bytes each.
     assert plan.limit_bytes == LIMIT
-    assert any(LESS_THAN_LIMIT in note for note in plan.notes)
+    assert any(LESS_THAN_LIMIT in note for note in search_notes(plan))
     elsewhere = StochasticWeightAveraging(0.01, swa_epoch_start=2, device=torch.device("meta"))
     plan = search(Lawful(device, law), elsewhere, max_epochs=3)
-    assert not any(LESS_THAN_LIMIT in note for note in plan.notes)
+    assert not any(LESS_THAN_LIMIT in note for note in search_notes(plan))
 
 
 def test_an_average_of_the_weights_fits_into_the_limit_of_the_training(search, device):
@@ -229,8 +230,8 @@ def test_padded_samples_train_an_epoch(search, device):
     plan = search(Lawful(device, lambda elements: law(elements // 10)), **arguments)
     # This many samples of 40 elements fit. Nothing fragments, so no share stays free.
     assert plan.batch_size == 88
-    assert not any("expandable_segments" in note for note in plan.notes)
-    assert any("Samples differ in size" in note for note in plan.notes)
+    assert not any("expandable_segments" in note for note in search_notes(plan))
+    assert any("Samples differ in size" in note for note in search_notes(plan))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         search(
             Lawful(device, lambda elements: law(elements // 10)),
@@ -412,7 +413,10 @@ def test_an_allocation_that_fails_in_the_first_step_of_a_size_is_a_note(search, 
 
     plan = search(Lawful(device, first_steps_fail))
     assert plan.verified
-    assert any("an allocation failed inside a step" in note for note in plan.notes) is is_caught
+    assert (
+        any("an allocation failed inside a step" in note for note in search_notes(plan))
+        is is_caught
+    )
 
 
 class Logging(Lawful):
@@ -566,8 +570,8 @@ def test_the_first_note_tells_why_the_size_is_below_that_of_the_project(
 ):
     plan = search(Texts(device, project, is_ragged=is_ragged))
     change = f"An optimizer step has {plan.batch_size} samples instead of {project} at the same"
-    assert plan.warnings[0].startswith(change)
-    assert plan.notes[0].startswith(note)
+    assert training_notes(plan)[0].startswith(change)
+    assert search_notes(plan)[0].startswith(note)
     instead = f" instead of the project's {project}" if project > plan.batch_size else ""
     assert plan.reason.startswith(f"{plan.batch_size} samples{instead}: ")
 
@@ -575,19 +579,19 @@ def test_the_first_note_tells_why_the_size_is_below_that_of_the_project(
 def test_what_was_asked_for_and_not_done_is_the_first_note(search, device, tmp_path):
     module = Texts(device, 100, is_ragged=True)
     plan = search(module, options={"target_batch_size": 331})
-    assert "not the 331 of target_batch_size" in " ".join(plan.warnings)
-    assert "fits even if every sample is the longest" in plan.notes[0]
+    assert "not the 331 of target_batch_size" in " ".join(training_notes(plan))
+    assert "fits even if every sample is the longest" in search_notes(plan)[0]
     again = search(module, options={"plan": tmp_path})
-    assert again.notes[0].startswith("The earlier plan was not used")
+    assert search_notes(again)[0].startswith("The earlier plan was not used")
 
 
 def test_a_note_names_validation_loaders_that_keep_the_size_of_the_project(search, device):
-    notes = search(Evaluated(device), val_dataloaders=loader(3)).notes
+    notes = search_notes(search(Evaluated(device), val_dataloaders=loader(3)))
     assert "The loaders of val_dataloader keep your batch size, 3." in notes
     # Another size was never that of the project.
     for arguments in ({"val_dataloaders": loader(7)}, {}):
         plan = search(Evaluated(device), **arguments)
-        assert not any("keep your batch size" in note for note in plan.notes)
+        assert not any("keep your batch size" in note for note in search_notes(plan))
 
 
 class Named(Evaluated):

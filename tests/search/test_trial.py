@@ -21,6 +21,7 @@ from lightning_batchmem.search.rehearsal import SHORT_REHEARSAL
 from lightning_batchmem.search.trial import TrialRunner, _outcome
 from tests.helpers.fake_program import FakeProgram
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, law
+from tests.helpers.plans import search_notes
 
 
 class Stepping(Lawful):
@@ -208,7 +209,9 @@ def test_steps_that_differ_leave_room_for_a_larger_one_and_the_plan_says_so(sear
     highest_bytes = law(plan.batch_size) + plan.batch_size * MIB // 4
     assert largest.differing_bytes == (highest_bytes, law(plan.batch_size))
     assert largest.peak_bytes <= RAGGED_SHARE * plan.limit_bytes
-    (note,) = [note for note in plan.notes if note.startswith("Steps on equal batches took")]
+    (note,) = [
+        note for note in search_notes(plan) if note.startswith("Steps on equal batches took")
+    ]
     assert f"took {mib(law(plan.batch_size))} to {mib(highest_bytes)}: something" in note
     assert plan.verified
 
@@ -216,7 +219,7 @@ def test_steps_that_differ_leave_room_for_a_larger_one_and_the_plan_says_so(sear
 def test_steps_that_hardly_differ_have_no_note_of_it(search, device):
     plan = search(Stepping(device, lambda size, number: device.use(law(size) + number % 4 * MIB)))
     assert {trial.differing_bytes for trial in plan.trials} == {()}
-    assert not [note for note in plan.notes if note.startswith("Steps on equal")]
+    assert not [note for note in search_notes(plan) if note.startswith("Steps on equal")]
     assert next(trial.full_steps for trial in rehearsed(plan)) == 7
 
 
@@ -270,7 +273,9 @@ def test_skipped_optimizer_steps_prolong_the_warm_up(search, device):
     plan = search(NeverStepping(device))
     # 20 of these steps are the warm-up.
     assert [trial.full_steps for trial in rehearsed(plan)] == [25, 25]
-    assert any("An optimizer did not step in the first steps" in note for note in plan.notes)
+    assert any(
+        "An optimizer did not step in the first steps" in note for note in search_notes(plan)
+    )
 
 
 def test_slow_steps_are_timed_less_often_than_quick_ones(search, device):

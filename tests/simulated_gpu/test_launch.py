@@ -12,7 +12,7 @@ from lightning_batchmem.check import PhaseMemory, StepMemory
 from lightning_batchmem.simulated_gpu import launch
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 from lightning_batchmem.simulated_gpu.launch import Program
-from tests.helpers.lawful import OLD_PLAN
+from tests.helpers.lawful import SAVED_PLAN
 
 CONTEXT_BYTES = 300 * 2**20
 
@@ -98,11 +98,11 @@ def writing(result):
 
 def test_a_plan_comes_back(run):
     outcome = run(
-        writing({"plan": OLD_PLAN, "assumptions": ["All are assumed."], "multiple_of": 8})
+        writing({"plan": SAVED_PLAN, "assumptions": ["All are assumed."], "multiple_of": 8})
     )
     assert outcome.multiple_of == 8
     assert outcome.assumptions == ("All are assumed.",)
-    assert outcome.plan.batch_size == OLD_PLAN["batch_size"]
+    assert outcome.plan.batch_size == SAVED_PLAN["batch_size"]
     assert not outcome.error
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Chosen, Trial
@@ -52,13 +53,17 @@ def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **ch
 
 
 def outcome_of(**changes):
-    notes = ("All are assumed.", *changes.pop("notes", ()))
-    return Outcome(gpu_named("RTX-4090"), plan_of(notes=notes, **changes), notes[:1])
+    assumption = "All are assumed."
+    notes = (Note("simulation", assumption), *changes.pop("notes", ()))
+    return Outcome(gpu_named("RTX-4090"), plan_of(notes=notes, **changes), (assumption,))
 
 
 def test_the_text_answers_both_questions():
     recipes = (Recipe(16, 1, 1, 16, 100), Recipe(70, 1, 1, 70, 23))
-    plan = plan_of(notes=("A note.",), warnings=("A warning.",), project_recipe=recipes[0])
+    plan = plan_of(
+        notes=(Note("training", "A warning."), Note("search", "A note.")),
+        project_recipe=recipes[0],
+    )
     plan = replace(plan, recipe=recipes[1])
     text = text_of(Outcome(gpu_named("RTX-4090"), plan=plan), CONTEXT_BYTES)
     assert text.splitlines() == [
@@ -151,7 +156,13 @@ def test_a_table_has_a_row_for_each_gpu_in_80_columns():
     nothing = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits: " + "too large " * 12)
     failed = Outcome(gpu_named("24GiB"), error="train.py ended with exit code 1")
     text = table_of(
-        [outcome_of(), outcome_of(project=80, notes=("It grows.",)), nothing, failed], CONTEXT_BYTES
+        [
+            outcome_of(),
+            outcome_of(project=80, notes=(Note("growth", "It grows."),)),
+            nothing,
+            failed,
+        ],
+        CONTEXT_BYTES,
     )
     assert all(len(line) <= 80 for line in text.splitlines())
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]

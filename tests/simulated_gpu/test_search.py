@@ -12,8 +12,8 @@ from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Trial
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
-from tests.helpers.lawful import OLD_PLAN, quiet_trainer
-from tests.helpers.plans import plan_with
+from tests.helpers.lawful import SAVED_PLAN, quiet_trainer
+from tests.helpers.plans import plan_with, search_notes
 
 REQUEST = {"kind": "script", "options": {}, "gpu": "RTX-4090", "simulates_cudnn": False}
 
@@ -29,7 +29,7 @@ class NoValues:
 def finders(monkeypatch):
     """Searches that return a plan at once; returns their finders."""
     found = []
-    plan = plan_with(Plan.from_json(json.dumps(OLD_PLAN)), fastest_batch_size=64)
+    plan = plan_with(Plan.from_json(json.dumps(SAVED_PLAN)), fastest_batch_size=64)
 
     def search_at_once(finder, trainer, model, datamodule, train, validation):
         found.append((finder, trainer, model, datamodule, train, validation))
@@ -56,8 +56,8 @@ def test_a_plan_is_not_verified_and_has_no_times(finders):
     assert plan.fastest_batch_size is None
     times = ("step_seconds", "samples_per_second")
     assert {getattr(trial, name) for trial in plan.trials for name in times} == {None}
-    assert plan.notes[0] == "A shape (2 is assumed) depends on values."
-    assert result["assumptions"] == [plan.notes[0]]
+    assert search_notes(plan)[0] == "A shape (2 is assumed) depends on values."
+    assert result["assumptions"] == [search_notes(plan)[0]]
 
 
 def test_the_memory_test_has_one_simulated_gpu(monkeypatch):

@@ -1,0 +1,52 @@
+"""Remarks on a plan: what each of them is about decides where it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+NoteKind = Literal[
+    "training",
+    "simulation",
+    "growth",
+    "earlier_plan",
+    "left_out",
+    "limit",
+    "settings",
+    "search",
+]
+"""What a note is about; the most surprising kind comes first.
+
+- ``"training"``: what the size changes in the training, or what cannot go with it.
+- ``"simulation"``: what a search on a simulated GPU assumes, and what it leaves out.
+- ``"growth"``: memory that equal steps keep.
+- ``"earlier_plan"``: why a given plan was not used.
+- ``"left_out"``: samples that could not be read.
+- ``"limit"``: what keeps the size small besides the memory of usual steps.
+- ``"settings"``: settings of the Trainer that count batches.
+- ``"search"``: everything else about the search.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Note:
+    """One remark on a plan.
+
+    Args:
+        kind: what it is about.
+        text: one or two sentences; empty for no remark.
+    """
+
+    kind: NoteKind
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def in_order(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """Each note that has a text once; the kinds in their order, and each kind as it came."""
+    kinds = get_args(NoteKind)
+    distinct = dict.fromkeys(note for note in notes if note.text)
+    return tuple(sorted(distinct, key=lambda note: kinds.index(note.kind)))
