@@ -22,7 +22,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
-from lightning_batchmem._lightning.packages import is_own_error
+from lightning_batchmem._lightning.errors import is_own_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json

@@ -26,9 +26,8 @@ from lightning_batchmem._lightning.data_source import (
     train_source,
 )
 from lightning_batchmem._lightning.finder_run import FinderRun
-from lightning_batchmem._lightning.packages import warn_of_untested_torch
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting, batch_size_setting
-from lightning_batchmem._lightning.strategies import check_strategy
+from lightning_batchmem._lightning.strategies import check_strategy, warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
@@ -394,7 +393,7 @@ class BatchFinder(Callback):
                 return
             self.plan = plan
             # The next fit would take the size of this evaluation for the project's own.
-            run.undo.callback(setting.place.keep())
+            run.undo.callback(setting.place.restorer())
             setting.write(plan.batch_size)
             self._report(trainer, plan)
 
@@ -412,7 +411,7 @@ class BatchFinder(Callback):
         # Another finder has other arguments.
         if plan is None or plan != self._plan_of_fit or not plan.verified:
             return None
-        return plan if setting.at(plan.place).size == plan.batch_size else None
+        return plan if setting.at(plan.place).project_size == plan.batch_size else None
 
     def _search_in(
         self, trainer: Trainer, options: SearchOptions, earlier: Plan | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_batchmem._lightning.packages import in_every_package, lightning_name
+from lightning_batchmem._lightning.trainer_state import in_every_package, lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import find_batch_size
 from lightning_batchmem.plan.options import object_named

@@ -15,16 +15,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, muted_trainer
-from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.packages import (
-    end_of_tuning,
-    in_every_package,
+from lightning_batchmem._lightning.places import ProjectAttribute, loaders_in
+from lightning_batchmem._lightning.strategies import (
+    trains_in_other_processes,
     warn_of_untested_torch,
 )
-from lightning_batchmem._lightning.project_attribute import ProjectAttribute
-from lightning_batchmem._lightning.size_places import loaders_in
-from lightning_batchmem._lightning.strategies import trains_in_other_processes
-from lightning_batchmem._lightning.trainer_state import callbacks_of, set_callbacks
+from lightning_batchmem._lightning.trainer_state import (
+    call_once_before,
+    callbacks_of,
+    end_of_tuning,
+    in_every_package,
+    set_callbacks,
+)
 from lightning_batchmem.batch_finder import BatchFinder, check_plan
 from lightning_batchmem.loop.search import plan_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
@@ -228,11 +230,13 @@ class SearchOnly(BatchFinder):
         )
         # The path may lead through a class, which is not restored.
         owners = (module, *datamodules)
-        snapshot.keep(ProjectAttribute(trainer, module, self.options.batch_arg_name, owners).keep())
+        snapshot.add(
+            ProjectAttribute(trainer, module, self.options.batch_arg_name, owners).restorer()
+        )
         strategy = trainer.strategy
         outer = strategy.model
         with muted_trainer(trainer, snapshot, [self]):
-            cancel = call_before(
+            cancel = call_once_before(
                 strategy, "setup_environment", lambda: self.mute_callbacks_of_model(trainer)
             )
             try:

@@ -13,12 +13,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.batch_samples import PlacedBatch
-from lightning_batchmem._lightning.trainer_state import (
-    is_fast_dev_run,
-    log_dir_of,
-    stop_progress_bar,
-)
+from lightning_batchmem._lightning.profiled_stage import PlacedBatch, log_dir_of
+from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, stop_progress_bar
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text, value_or_none

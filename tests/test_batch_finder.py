@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
-from lightning_batchmem._lightning.packages import reason_of
+from lightning_batchmem._lightning.errors import reason_of
 from lightning_batchmem._lightning.trainer_state import trains_no_more
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.plan.policy import SearchPolicy

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
-from lightning_batchmem._lightning.hooks import configure_optimizers_again, replaced
-from lightning_batchmem._lightning.packages import in_every_package
-from lightning_batchmem._lightning.place_search import FollowedSetting
-from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem._lightning.places import ProjectAttribute
 from lightning_batchmem._lightning.schedules import schedule_notes
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem._lightning.strategies import wrap_again
-from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem._lightning.strategies import configure_optimizers_again, wrap_again
+from lightning_batchmem._lightning.trainer_state import callbacks_of, in_every_package, replaced
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.notes import Note, in_order
@@ -72,7 +69,7 @@ def check_step(module: LightningModule, name: str) -> None:
 
 
 def project_recipe(
-    followed: FollowedSetting,
+    setting: BatchSizeSetting,
     options: SearchOptions,
     learning_rate: float | None,
     earlier: Plan | None,
@@ -80,7 +77,7 @@ def project_recipe(
     """What the optimizer steps of the project are made of, before the first search.
 
     Args:
-        followed: the batch size of the project, and where it is set.
+        setting: the batch size of the project, and where it is set.
         options: the arguments of BatchFinder.
         learning_rate: that of :func:`learning_rate_to_scale`.
         earlier: the plan of a fit in this process that has set this size; ``None`` for none.
@@ -88,16 +85,16 @@ def project_recipe(
     Raises:
         ValueError: if ``lr_scaling`` has no batch size to scale from.
     """
-    trainer = followed.setting.trainer
-    if followed.project_size is None and (
+    trainer = setting.trainer
+    if setting.project_size is None and (
         options.lr_scaling is not None or options.objective == "recipe"
     ):
         raise ValueError(
-            f"`{followed.setting.name}` must be a positive whole number for lr_scaling and"
+            f"`{setting.name}` must be a positive whole number for lr_scaling and"
             ' objective="recipe". Set it to the batch size that the learning rate was chosen for.'
         )
     recipe = Recipe(
-        batch_size=followed.project_size,
+        batch_size=setting.project_size,
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         ranks=trainer.world_size,
         learning_rates=_learning_rates(trainer),
@@ -138,7 +135,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
         The plan, with the learning rates of the new optimizers, and notes about them.
     """
     trainer = setting.trainer
-    _set_logged(setting.attribute, plan.project_batch_size, plan.batch_size, undo)
+    _set_logged(setting.place.attribute, plan.project_batch_size, plan.batch_size, undo)
     setting.write(plan.batch_size)
     trainer.accumulate_grad_batches = plan.accumulate_grad_batches
     for name, count in plan.recipe.trainer_settings.items():

@@ -10,8 +10,7 @@ from typing import cast
 from lightning.pytorch import Trainer
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_batchmem._lightning.packages import in_every_package
-from lightning_batchmem._lightning.trainer_state import callbacks_of
+from lightning_batchmem._lightning.trainer_state import callbacks_of, in_every_package
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.plan.options import (

@@ -22,16 +22,14 @@ from lightning_batchmem._lightning.data_source import (
     stage_source,
     validation_source,
 )
-from lightning_batchmem._lightning.hooks import (
-    SearchCallback,
-)
 from lightning_batchmem._lightning.muted import muted_callback, muted_logger, muted_profiler
-from lightning_batchmem._lightning.packages import in_every_package
+from lightning_batchmem._lightning.steps import SearchCallback
 from lightning_batchmem._lightning.strategies import outer_module
 from lightning_batchmem._lightning.trainer_state import (
     OF_OPTIMIZERS,
     callbacks_of,
     datamodules_of,
+    in_every_package,
     logger_connector,
     own_objects,
     parts_of_users,
@@ -78,20 +76,20 @@ class ProjectSnapshot(Snapshot):
         super().__init__([outer or module], datamodules, generators, self.own, loaders)
         # A hook may return a loader that the project keeps in an attribute.
         restore_sizes = keep_sizes([*loaders, *self.attributes.loaders])
-        self._kept: list[Callable[[], list[str] | None]] = [restore_sizes]
+        self._restorers: list[Callable[[], list[str] | None]] = [restore_sizes]
         self._warned: set[str] = set()
 
-    def keep(self, restore: Callable[[], list[str] | None]) -> None:
+    def add(self, restore: Callable[[], list[str] | None]) -> None:
         """Call this function too, before everything is restored."""
-        self._kept.append(restore)
+        self._restorers.append(restore)
 
-    def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
+    def restore_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore the sizes of these loaders too, which no attribute leads to."""
-        self._kept.append(keep_sizes(loaders))
+        self._restorers.append(keep_sizes(loaders))
 
     def restore(self) -> list[str]:
         """Restore everything, with the sizes of loaders; returns what this failed for."""
-        failed = [text for restore in self._kept for text in restore() or ()]
+        failed = [text for restore in self._restorers for text in restore() or ()]
         return [*failed, *super().restore()]
 
     def restore_or_warn(self) -> None:
@@ -215,15 +213,15 @@ class CleanStart:
         self._users, self._muted = _users_snapshots(trainer, snapshot)
         _warn_of([*snapshot.not_restorable, *self._users.not_restorable])
 
-    def keep_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
+    def restore_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore the sizes of these loaders too, whenever everything is restored."""
-        self._snapshot.keep_sizes_of(loaders)
+        self._snapshot.restore_sizes_of(loaders)
 
-    def keep_collate(self, loaders: Sequence[DataLoader[Any]]) -> None:
+    def restore_collate(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore what the collate functions of these loaders change too, and warn of the rest."""
         named = [("collate_fn", loader.collate_fn) for loader in loaders]
         restored = restored_parts(named, [*self._snapshot.own, *self._snapshot.attributes.walked])
-        self._snapshot.keep(restored.restore)
+        self._snapshot.add(restored.restore)
         # The snapshot names what belongs to loaders that were passed.
         known = {key for state in self._snapshot.states for key in state.restored}
         if any(id(collate) not in known for _, collate in named):
@@ -244,18 +242,18 @@ class CleanStart:
         # With empty caches, training starts as if nothing had been allocated before.
         self._device_memory.release_cached()
 
-    def again_for_loaders(self) -> None:
+    def reset_for_loaders(self) -> None:
         """Enter the state again in which loaders are requested."""
-        self.again()
+        self.reset()
         self._prepare()
 
-    def again(self) -> None:
+    def reset(self) -> None:
         """Restore everything, drop gradients, release caches, and enter the state again."""
         self._leave()
         self._device_memory.release_cached()
         self._enter()
 
-    def again_with_caches(self) -> None:
+    def reset_with_caches(self) -> None:
         """The same with the caches of the device, as earlier steps have left them."""
         self._leave()
         # Optimizers of these steps may be part of a cycle.

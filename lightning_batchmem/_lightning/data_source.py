@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.trainer_state import lightning_name
 from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot, project_snapshot
-from lightning_batchmem._lightning.hooks import call_before
-from lightning_batchmem._lightning.packages import reason_of
+from lightning_batchmem._lightning.errors import reason_of
+from lightning_batchmem._lightning.trainer_state import call_once_before
 from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.search.ranks import Ranks
@@ -51,7 +51,7 @@ class FinderRun:
 
     def call_before(self, owner: Any, method: str, call: Callable[[], None]) -> None:
         """Run ``call`` before the next ``owner.method()``, unless the run ends before it."""
-        self.undo.callback(call_before(owner, method, call))
+        self.undo.callback(call_once_before(owner, method, call))
 
     def record_project(self, trainer: Trainer) -> None:
         """Take a snapshot before the user's ``configure_optimizers``, which may change anything."""

@@ -1,79 +1,68 @@
-"""Find the place of the batch size: set a candidate, request the loaders, see if they follow."""
+"""Find the place of the batch size: set a candidate, request the loaders, see if they follow.
+
+The candidates are attributes of the project, by their names and values. If the loaders follow none
+of them, their hook is the place.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from torch.nn import Module
 
 from lightning_batchmem._lightning.clean_start import CleanStart
-from lightning_batchmem._lightning.packages import is_own_error
-from lightning_batchmem._lightning.project_attribute import ProjectAttribute
-from lightning_batchmem._lightning.size_candidates import candidate_paths
-from lightning_batchmem._lightning.size_places import (
+from lightning_batchmem._lightning.places import (
     InHook,
+    ProjectAttribute,
     SizeNotFollowedError,
     check_one_size,
 )
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
-from lightning_batchmem.batches.counted_batches import check_batch_of_one
 from lightning_batchmem.batches.loaders import StageLoaders
-from lightning_batchmem.batches.probe_batches import ProbeBatches
-from lightning_batchmem.devices.out_of_memory import release_traceback
+from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.search.ranks import Ranks
 
+# Each of them is tried by a request of the loaders.
+MOST_CANDIDATES = 8
 
-@dataclass(frozen=True)
-class FollowedSetting:
-    """A setting whose size is set, and whose loaders follow it.
+# Objects between a root, such as the module, and the attribute: `module.cfg.train.batch_size`.
+_MOST_STEPS = 2
 
-    Args:
-        setting: the setting.
-        loaders: the loaders at the size at which they were requested.
-        project_size: the size that the project had before.
-    """
+# "bs", "bsz" and "mbs" are words between underscores, unlike the end of "obs".
+_NAMES_A_BATCH = re.compile(r"batch|(?<![a-z])[mg]?bs(z|ize)?(?![a-z])", re.IGNORECASE)
 
-    setting: BatchSizeSetting
-    loaders: StageLoaders
-    project_size: int | None
+# With another value of these, loaders would have other data, or start processes.
+_NEVER = re.compile(r"rank|seed|epoch|fold|worker|jobs|thread|cpu|nproc|num_proc", re.IGNORECASE)
 
-    def check_samples(self, batches: ProbeBatches) -> None:
-        """Raise a ValueError if loaders whose size is set make batches of ready batches."""
-        place = self.setting.place
-        # With a larger size the project itself collates several samples of the data set.
-        if self.project_size == 1 and place.sets_loaders_of(self.setting.source):
-            check_batch_of_one(batches.batch(1)[0], self.loaders.hook)
-
-    def why_own_size(self, error: Exception, options: SearchOptions) -> str:
-        """Why a search begins again at the project's own size, after an error below it.
-
-        A step may divide its batch, or start a codebook with it, and need more than two samples.
-
-        Returns:
-            A note; empty where the search has to end with the error.
-        """
-        size = self.setting.size or 0
-        own_size = self.project_size or 0
-        largest_size = min(bound for bound, _ in options.bounds)
-        # Another rank may have passed this step.
-        may_retry = self.setting.trainer.world_size == 1 and options.min_batch_size is None
-        if is_own_error(error) or not (may_retry and size < own_size <= largest_size):
-            return ""
-        return (
-            f"Sizes below {own_size}, your own, were left out: at {size} there was an error"
-            f" ({release_traceback(error)})."
-        )
+# Objects of these packages hold no size of a project. Containers are walked through anyway.
+_LIBRARIES = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_batchmem",
+    "torchmetrics",
+    "numpy",
+    "builtins",
+)
 
 
-def followed_setting(
+def find_place(
     setting: BatchSizeSetting,
     batch_size: int,
     clean_start: CleanStart,
     ranks: Ranks,
-) -> FollowedSetting:
-    """Set the size at the given place, or at one that is found, and request the loaders.
+) -> tuple[BatchSizeSetting, StageLoaders]:
+    """The setting at a place that the loaders follow, and the loaders at ``batch_size``.
 
-    All ranks find the same place. Nothing is tried where the loaders follow at the given one, or
-    where the user has named it.
+    It is the given place if the loaders follow there, or if the user has named it. Otherwise it is
+    the attribute that most loaders follow; of several, such as a number of a configuration and one
+    that refers to it, the first. If there is none, it is the hook. All ranks find the same place.
 
     Args:
         setting: the setting at the place that the options name.
@@ -84,7 +73,6 @@ def followed_setting(
     Raises:
         ValueError: if the loaders follow at no place.
     """
-    project_size = setting.size
     loaders = None
     try:
         loaders = setting.loaders_for(batch_size)
@@ -92,95 +80,151 @@ def followed_setting(
         if setting.name != SearchOptions.batch_arg_name:
             raise
     if all(ranks.exchange(loaders is not None)) and loaders is not None:
-        return FollowedSetting(setting, loaders, project_size)
-    trials = PlaceTrials(setting, batch_size, clean_start, ranks)
-    found = trials.found()
-    clean_start.again_for_loaders()
-    project_size = found.size
+        return setting, loaders
+    clean_start.reset_for_loaders()
+    project_loaders, sizes = setting.loaders_of_project()
+    # A hook may return a loader that is a global variable.
+    clean_start.restore_sizes_of(project_loaders)
+    roots = ProjectAttribute(setting.trainer, setting.module, "").roots
+    paths_of_ranks = ranks.exchange(candidate_paths(roots, sizes, clean_start.restored))
+    followers_at: dict[str, int] = {}
+    for path in paths_of_ranks[0]:
+        # A rank may have other attributes.
+        if all(path in paths for paths in paths_of_ranks):
+            clean_start.reset_for_loaders()
+            followers = _followers(setting.at(path), batch_size, max(sizes))
+            followers_at[path] = min(ranks.exchange(followers))
+    clean_start.reset_for_loaders()
     try:
-        if isinstance(found.place, InHook):
-            check_one_size(trials.project_sizes, found.source.hook, setting.name)
-        loaders = found.loaders_for(batch_size)
+        if any(followers_at.values()):
+            found = setting.at(max(followers_at, key=lambda path: followers_at[path]))
+        else:
+            check_one_size(sizes, setting.source.hook, setting.name)
+            found = replace(setting, place=InHook(setting.source), project_size=sizes[0])
+        return found, found.loaders_for(batch_size)
     except ValueError as error:
-        if not trials.tried:
+        if not followers_at:
             raise
-        tried = ", ".join(f"`{path}`" for path in trials.tried)
+        tried = ", ".join(f"`{path}`" for path in followers_at)
         raise ValueError(f"{error} The loaders follow none of {tried}.") from error
-    return FollowedSetting(found, loaders, project_size)
 
 
-class PlaceTrials:
-    """Trials of the attributes that may be the batch size of a project.
+def _followers(setting: BatchSizeSetting, size: int, largest_size: int) -> int:
+    """Set the size twice and request the loaders; returns how many of them follow."""
+    # No loader has this size already, and a hook that only lowers it does not follow.
+    other_size = size * max(2, largest_size // size + 1)
+    # With another value, a hook of the user may raise any error, or leave the script.
+    try:
+        sizes = setting.sizes_at(size)
+        other_sizes = setting.sizes_at(other_size)
+    except (Exception, SystemExit):  # noqa: BLE001
+        return 0
+    if len(sizes) != len(other_sizes) or size not in sizes:
+        return 0
+    return sum(
+        one % size == 0 and one * other_size == other * size
+        for one, other in zip(sizes, other_sizes, strict=True)
+    )
 
-    Each of them is set, and the loaders are requested. Before the next one everything is restored.
+
+class _Number(NamedTuple):
+    """A whole number of a project, and the object or dict that has it."""
+
+    path: str
+    value: int
+    holder: Any
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+def candidate_paths(
+    roots: Sequence[Any], sizes: Collection[int], restored: Container[int]
+) -> list[str]:
+    """Paths of at most :data:`MOST_CANDIDATES` attributes that may be the batch size.
+
+    First come names of a batch, and then numbers that equal a size. Of each of these, the ones with
+    a size as their value come first, and then the ones near the roots.
 
     Args:
-        setting: the setting at the place where the loaders do not follow.
-        batch_size: one of the two sizes that are set.
-        clean_start: the state before the first request.
-        ranks: the processes that try together, and find the same place.
-
-    Attributes:
-        tried: paths of the attributes that were set.
-        project_sizes: the batch sizes of the loaders as the project makes them.
+        roots: the module, the datamodule and the hyperparameters of both.
+        sizes: the batch sizes of the loaders, as the project makes them.
+        restored: ids of the objects that are restored after each try. Others are left alone.
     """
+    named = []
+    equal = []
+    for number in _numbers_in(roots, restored):
+        # The widths of layers are in parts of the module.
+        is_root = any(number.holder is root for root in roots)
+        is_in_layer = isinstance(number.holder, Module) and not is_root
+        if _NEVER.search(number.name):
+            continue
+        if _NAMES_A_BATCH.search(number.name):
+            named.append(number)
+        elif number.value in sizes and not is_in_layer:
+            equal.append(number)
+    named.sort(key=lambda number: (number.value not in sizes, "size" not in number.name.lower()))
+    paths = dict.fromkeys(number.path for number in [*named, *equal])
+    return list(paths)[:MOST_CANDIDATES]
 
-    def __init__(
-        self,
-        setting: BatchSizeSetting,
-        batch_size: int,
-        clean_start: CleanStart,
-        ranks: Ranks,
-    ) -> None:
-        self.tried: list[str] = []
-        self.project_sizes: list[int] = []
-        self._setting = setting
-        self._batch_size = batch_size
-        self._clean_start = clean_start
-        self._ranks = ranks
 
-    def found(self) -> BatchSizeSetting:
-        """The setting at the attribute that most loaders follow, or at their hook if there is none.
+def _numbers_in(roots: Sequence[Any], restored: Container[int]) -> Iterator[_Number]:
+    """The positive whole numbers of the roots and of objects near them; the nearest come first."""
+    level = [("", root) for root in roots]
+    # The references keep the objects alive, so that no id is used twice.
+    seen = {id(root): root for root in roots}
+    for step in range(_MOST_STEPS + 1):
+        next_level = []
+        for prefix, holder in level:
+            for name, value in _entries_of(holder):
+                path = f"{prefix}{name}"
+                if _is_positive_number(value):
+                    yield _Number(path, int(value), holder)
+                elif id(value) in restored and id(value) not in seen:
+                    seen[id(value)] = value
+                    if _is_walked(value):
+                        next_level.append((f"{path}.", value))
+        level = next_level if step < _MOST_STEPS else []
 
-        Of several, such as a number of a configuration and one that refers to it, it is the first.
-        """
-        self._clean_start.again_for_loaders()
-        loaders, sizes = self._setting.loaders_of_project()
-        # A hook may return a loader that is a global variable.
-        self._clean_start.keep_sizes_of(loaders)
-        self.project_sizes = sizes
-        roots = ProjectAttribute(self._setting.trainer, self._setting.module, "").roots
-        own_paths = candidate_paths(roots, sizes, self._clean_start.restored)
-        paths_of_ranks = self._ranks.exchange(own_paths)
-        # A rank may have other attributes.
-        paths = [
-            path for path in paths_of_ranks[0] if all(path in others for others in paths_of_ranks)
-        ]
-        loaders_at = {}
-        for path in paths:
-            self._clean_start.again_for_loaders()
-            self.tried.append(path)
-            followers = self._followers(path, max(sizes))
-            loaders_at[path] = min(self._ranks.exchange(followers))
-        if any(loaders_at.values()):
-            return self._setting.at(max(loaders_at, key=lambda path: loaders_at[path]))
-        return replace(self._setting, place=InHook(self._setting.source, sizes[0]))
 
-    def _followers(self, path: str, largest_size: int) -> int:
-        """Set an attribute twice and request the loaders; returns how many of them follow."""
-        setting = self._setting.at(path)
-        size = self._batch_size
-        # No loader has this size already, and a hook that only lowers it does not follow.
-        other_size = size * max(2, largest_size // size + 1)
-        # With another value, a hook of the user may raise any error, or leave the script.
-        try:
-            sizes = setting.sizes_at(size)
-            other_sizes = setting.sizes_at(other_size)
-        except (Exception, SystemExit):  # noqa: BLE001
-            return 0
-        if len(sizes) != len(other_sizes) or size not in sizes:
-            return 0
-        return sum(
-            one % size == 0 and one * other_size == other * size
-            for one, other in zip(sizes, other_sizes, strict=True)
-        )
+def _is_positive_number(value: object) -> bool:
+    # The class of a lazy proxy may raise any error, its type does not.
+    kind: type = type(value)
+    return issubclass(kind, Integral) and not issubclass(kind, bool) and int(value) > 0  # type: ignore[call-overload]
+
+
+def _is_walked(value: object) -> bool:
+    package = type(value).__module__.partition(".")[0]
+    return issubclass(type(value), Mapping) or package not in _LIBRARIES
+
+
+def _entries_of(holder: Any) -> list[tuple[str, Any]]:
+    """Names and values of a dict, or of the attributes of an object and of its class."""
+    entries = []
+    is_mapping = issubclass(type(holder), Mapping)
+    # The keys of a user's mapping may raise any error.
+    with suppress(Exception):
+        for name in holder if is_mapping else _names_of(holder):
+            # An entry of a configuration may be missing, and an attribute may raise any error.
+            with suppress(Exception):
+                if isinstance(name, str) and name.isidentifier():
+                    entries.append((name, holder[name] if is_mapping else getattr(holder, name)))
+    return entries
+
+
+def _names_of(holder: Any) -> list[str]:
+    """Names of the attributes of an object, but not of its properties, which may do work."""
+    names = list(attributes_of(holder))
+    if isinstance(holder, Module):
+        # These tables have other places, and Lightning logs a copy of the hyperparameters.
+        of_modules = {*vars(Module()), "_hparams", "_hparams_initial"}
+        names = [name for name in names if name not in of_modules]
+        names += [name for name, _ in holder.named_children()]
+    for kind in type(holder).__mro__:
+        if kind.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+        names += [name for name, value in vars(kind).items() if _is_positive_number(value)]
+    return list(dict.fromkeys(names))

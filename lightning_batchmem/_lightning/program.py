@@ -69,7 +69,7 @@ class TrainerProgram(Program):
         self.training: TrainingSteps | None = training
         self.evaluation: EvaluationSteps | None = evaluation
         self._clean_start = clean_start
-        self._again = clean_start.again
+        self._again = clean_start.reset
         self._setting = setting
         self._sources = sources
         self._bounds = bounds_of_stage
@@ -225,5 +225,5 @@ class TrainerProgram(Program):
     def _with_caches(self) -> TrainerProgram:
         """The same program, which keeps the caches of the device in a restart."""
         program = copy.copy(self)
-        program._again = self._clean_start.again_with_caches
+        program._again = self._clean_start.reset_with_caches
         return program

@@ -22,13 +22,12 @@ from lightning_batchmem._lightning.data_source import (
     validation_loop,
     validation_source,
 )
-from lightning_batchmem._lightning.hooks import configure_optimizers_again
-from lightning_batchmem._lightning.packages import noted_errors
-from lightning_batchmem._lightning.place_search import FollowedSetting, followed_setting
+from lightning_batchmem._lightning.errors import noted_errors
+from lightning_batchmem._lightning.place_search import find_place
 from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
-from lightning_batchmem._lightning.strategies import has_batch_norm
+from lightning_batchmem._lightning.strategies import configure_optimizers_again, has_batch_norm
 from lightning_batchmem._lightning.trainer_state import call_module_hook
 from lightning_batchmem._lightning.training_state import TrainingState, most_epochs
 from lightning_batchmem.batches.loaders import StageLoaders
@@ -74,24 +73,27 @@ class ProgramMaker:
         self.room = room
         self._first_size = options.first_size(policy.first_size)
 
-    def followed(self, setting: BatchSizeSetting, clean_start: CleanStart) -> FollowedSetting:
-        """The setting at a place that the training loaders follow; they are requested.
+    def find_place(
+        self, setting: BatchSizeSetting, clean_start: CleanStart
+    ) -> tuple[BatchSizeSetting, StageLoaders]:
+        """The setting at a place that the training loaders follow, and the loaders.
 
         Raises:
             ValueError: if there is none.
         """
         if setting.is_budget:
             budget = setting.project_budget
-            return FollowedSetting(setting, setting.loaders_for(budget), budget)
+            return setting, setting.loaders_for(budget)
         unit = self.options.multiple_of or 1
         largest_size = self.options.largest_size // unit * unit
         size = max(self._first_size, min(_FIRST_REQUEST * unit, largest_size))
-        return followed_setting(setting, size, clean_start, self.ranks)
+        return find_place(setting, size, clean_start, self.ranks)
 
     def training(
         self,
         clean_start: CleanStart,
-        followed: FollowedSetting,
+        setting: BatchSizeSetting,
+        loaders: StageLoaders,
         before: Recipe,
         state: TrainingState,
         later: TrainerProgram | None,
@@ -100,18 +102,17 @@ class ProgramMaker:
 
         Args:
             clean_start: the state in which the training starts, entered.
-            followed: the setting at a place that the loaders follow.
+            setting: the setting at a place that the loaders follow.
+            loaders: the loaders of the training.
             before: the optimizer steps of the project.
             state: the state of the training in which trials run.
             later: the program in a later state; ``None`` for none.
         """
         trainer = self.trainer
-        setting = followed.setting
-        loaders = followed.loaders
         batches = self._batches(loaders, clean_start)
         if setting.is_budget:
             self._begin_at_smallest_budget(setting, loaders, batches)
-        followed.check_samples(batches)
+        setting.check_samples(batches)
         validation = replace(setting, source=validation_source(trainer))
         evaluation = self._validation_steps(validation, clean_start)
         if not all(self.ranks.exchange(evaluation is not None)):
@@ -242,7 +243,7 @@ class ProgramMaker:
             self._first_size = self.options.first_size(self.policy.first_size)
 
     def _batches(self, loaders: StageLoaders, clean_start: CleanStart) -> ProbeBatches:
-        clean_start.keep_collate([info.loader for info in loaders.sized])
+        clean_start.restore_collate([info.loader for info in loaders.sized])
         return ProbeBatches(
             loaders,
             self.options.worst_case,

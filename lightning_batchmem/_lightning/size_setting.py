@@ -22,11 +22,11 @@ from lightning_batchmem._lightning.data_source import (
     replicas_of,
     stage_loaders,
 )
-from lightning_batchmem._lightning.project_attribute import ProjectAttribute
-from lightning_batchmem._lightning.size_places import (
+from lightning_batchmem._lightning.places import (
     InAttribute,
     InHook,
     InPassedLoaders,
+    ProjectAttribute,
     SizeNotFollowedError,
     SizePlace,
 )
@@ -34,9 +34,14 @@ from lightning_batchmem._lightning.trainer_state import datamodules_of
 from lightning_batchmem.batches.batch_sampler import single_samples
 from lightning_batchmem.batches.budget_batches import BUDGET_FACTOR
 from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
-from lightning_batchmem.batches.counted_batches import check_batch_sampler, check_iteration
+from lightning_batchmem.batches.counted_batches import (
+    check_batch_of_one,
+    check_batch_sampler,
+    check_iteration,
+)
 from lightning_batchmem.batches.loader_size import loader_batch_size
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.refill import refill
 
@@ -48,7 +53,7 @@ def batch_size_setting(
 ) -> BatchSizeSetting:
     """The setting of a stage: the attribute at ``path``, or the loaders that were passed."""
     attribute = ProjectAttribute(trainer, module, path)
-    place = InAttribute(attribute)
+    place: SizePlace = InAttribute(attribute)
     if source.passed and is_budget:
         # Loaders that exist already do not read an attribute of the module.
         owners = [
@@ -57,7 +62,7 @@ def batch_size_setting(
         place = InAttribute(replace(attribute, owners=tuple(owners)))
     elif source.passed:
         place = InPassedLoaders(attribute, source)
-    return BatchSizeSetting(trainer, module, source, place, is_budget)
+    return BatchSizeSetting(trainer, module, source, place, is_budget).in_place(place)
 
 
 @dataclass(frozen=True)
@@ -70,22 +75,20 @@ class BatchSizeSetting:
         source: the origin of the loaders.
         place: where the size is read and set.
         is_budget: whether it is a budget, within which loaders form their own batches.
+        project_size: the batch size of the project, before a search has set another one; ``None``
+            unless it is a positive whole number.
     """
 
     trainer: Trainer
     module: LightningModule
     source: DataSource
     place: SizePlace
-    is_budget: bool = False
+    is_budget: bool
+    project_size: int | None = None
 
     @property
     def name(self) -> str:
         return self.place.name
-
-    @property
-    def attribute(self) -> ProjectAttribute | None:
-        """The attribute that is set, which may not exist; ``None`` if the size is in no one."""
-        return self.place.attribute
 
     @property
     def owners(self) -> list[Any]:
@@ -94,7 +97,7 @@ class BatchSizeSetting:
 
     @property
     def size(self) -> int | None:
-        """The batch size of the project; ``None`` unless it is a positive whole number."""
+        """The batch size that is set now; ``None`` unless it is a positive whole number."""
         value = self.place.value
         # A budget may be a number of seconds, with a fraction.
         if self.is_budget and isinstance(value, float) and math.isfinite(value):
@@ -108,7 +111,7 @@ class BatchSizeSetting:
         Raises:
             ValueError: if it is not a positive number.
         """
-        if (budget := self.size) is None:
+        if (budget := self.project_size) is None:
             raise ValueError(
                 f"`{self.name}` must be a budget of at least 1 with budget=True, got"
                 f" {self.place.value!r:.80}"
@@ -123,11 +126,16 @@ class BatchSizeSetting:
         if not text or self.source.passed:
             return self
         if text.endswith("()"):
-            return replace(self, place=InHook(self.source))
+            return self.in_place(InHook(self.source))
         attribute = ProjectAttribute(self.trainer, self.module, text)
         # Other owners may use the name for something else.
         of_owner = replace(attribute, owners=(self.source.owner,))
-        return replace(self, place=InAttribute(of_owner if of_owner.exists else attribute))
+        return self.in_place(InAttribute(of_owner if of_owner.exists else attribute))
+
+    def in_place(self, place: SizePlace) -> BatchSizeSetting:
+        """The setting at a place whose size a search has not set yet."""
+        moved = replace(self, place=place)
+        return replace(moved, project_size=moved.size)
 
     def check_budget(self) -> None:
         """Raise a ValueError where no attribute has the budget."""
@@ -163,7 +171,6 @@ class BatchSizeSetting:
             and self.source.stage == "val"
             and self.trainer.state.fn == TrainerFn.FITTING
         )
-        value_before = self.place.value
         if not keeps_sizes:
             self.write(batch_size)
         combined = self.source.request()
@@ -188,7 +195,7 @@ class BatchSizeSetting:
                 sizes,
                 batch_size,
                 may_be_fixed=may_be_fixed,
-                needs_other_size=value_before == batch_size,
+                needs_other_size=self.project_size == batch_size,
             )
             for loader, is_following in zip(combined.flattened, follows, strict=True):
                 if is_following:
@@ -213,6 +220,12 @@ class BatchSizeSetting:
         if self.place.sets_loaders_of(self.source):
             for loader in self.source.request().flattened:
                 check_batch_sampler(loader)
+
+    def check_samples(self, batches: ProbeBatches) -> None:
+        """Raise a ValueError if loaders that get the size make batches of ready batches."""
+        # With a larger size the project itself collates several samples of the data set.
+        if self.project_size == 1 and self.place.sets_loaders_of(self.source):
+            check_batch_of_one(batches.batch(1)[0], self.source.hook)
 
     def sizes_at(self, batch_size: int) -> list[int]:
         """Set the size and request the loaders; returns their batch sizes."""
@@ -323,7 +336,7 @@ class BatchSizeSetting:
         are restored.
         """
         with ExitStack() as undo:
-            undo.callback(self.place.keep())
+            undo.callback(self.place.restorer())
             for loader in self.source.passed_loaders():
                 for owner in _owners_of_budget(loader):
                     attributes = attributes_of(owner)

@@ -1,4 +1,4 @@
-"""The user's real steps on given batches, in Lightning's own loops.
+"""The user's real steps on given batches in Lightning's loops, and the callback that measures them.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -11,25 +11,29 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_batchmem._lightning.bounds import limited_batches
 from lightning_batchmem._lightning.data_source import attach_to_loop
-from lightning_batchmem._lightning.packages import lightning_name
 from lightning_batchmem._lightning.trainer_state import (
     accumulates,
     call_module_hook,
     count_optimizer_step,
+    lightning_name,
     logger_connector,
     renew_results,
     results_of,
 )
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.devices.tensors import bytes_of, tensors_in
 from lightning_batchmem.search.program import Steps
 from lightning_batchmem.search.ranks import CollectiveFoundError
 
@@ -315,3 +319,45 @@ class EvaluationSteps(_StageSteps):
     def _without_gradients(self, call: Callable[[Any], None]) -> None:
         no_grad_context = lightning_name(self.loop, "loops.utilities._no_grad_context")
         no_grad_context(call)(self.loop)
+
+
+class SearchCallback(Callback):
+    """Marks the phases of a step and measures its batch.
+
+    It is the only callback whose hooks a search calls.
+
+    Args:
+        phases: where the phases of each step are marked.
+
+    Attributes:
+        largest_batch_bytes: bytes of the largest training batch so far, as the module gets it.
+        losses: the losses that were kept, as Lightning divides them under accumulation.
+    """
+
+    def __init__(self, phases: PhasePeaks) -> None:
+        self._phases = phases
+        self.largest_batch_bytes = 0
+        self.losses: list[Tensor] | None = None
+
+    def keep_losses(self) -> None:
+        """Keep each further loss, which takes memory of a step."""
+        self.losses = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure the batch after the hooks of its transfer."""
+        batch_bytes = value_or_none("The size of a batch", lambda: bytes_of(tensors_in(batch)))
+        self.largest_batch_bytes = max(self.largest_batch_bytes, batch_bytes or 0)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        """End forward."""
+        if self.losses is not None:
+            self.losses.append(loss.detach())
+        self._phases.enter("backward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End backward; clipping and the optimizer follow."""
+        self._phases.enter("optimizer_step")

@@ -1,4 +1,4 @@
-"""Supported strategies, and steps without their synchronization.
+"""Supported strategies and versions of torch, and steps without synchronization.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
@@ -12,7 +12,11 @@ from functools import cache
 from typing import Any
 
 import torch
+
+# _optimizers_to_device is private in lightning 2.5.0 to 2.6.6.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -22,8 +26,11 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_batchmem._lightning.packages import lightning_name
+from lightning_batchmem._lightning.trainer_state import lightning_name
 from lightning_batchmem.devices.tensors import bytes_of
+
+# The files with private names of torch state these versions too.
+NEWEST_TESTED_TORCH = (2, 14)
 
 # Strategies that set the number of processes and connect them.
 _OF_RANKS = ("DDPStrategy", "ModelParallelStrategy", "FSDPStrategy")
@@ -165,3 +172,23 @@ def _has_ddp_wrapper(trainer: Trainer) -> bool:
 def _is_strategy(trainer: Trainer, *names: str) -> bool:
     kinds = tuple(lightning_name(trainer, f"strategies.{name}") for name in names)
     return isinstance(trainer.strategy, kinds)
+
+
+def configure_optimizers_again(trainer: Trainer) -> None:
+    """Make new optimizers and schedulers, as ``Strategy.setup`` does."""
+    strategy = trainer.strategy
+    strategy.setup_optimizers(trainer)
+    strategy.setup_precision_plugin()
+    _optimizers_to_device(strategy.optimizers, strategy.root_device)
+
+
+@cache
+def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
+    """Warn once if torch is newer than every version that the package was run with."""
+    major, minor = torch_version.split(".")[:2]
+    if (int(major), int(minor)) > NEWEST_TESTED_TORCH:
+        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+        rank_zero_warn(
+            f"torch {torch_version} is newer than {newest}, the newest that lightning-batchmem was"
+            " tested with. If it fails, use an older torch or a newer lightning-batchmem."
+        )

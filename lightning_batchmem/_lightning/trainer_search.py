@@ -24,11 +24,11 @@ from lightning_batchmem._lightning.bounds import (
 )
 from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
 from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
-from lightning_batchmem._lightning.packages import noted_errors
+from lightning_batchmem._lightning.errors import note_of_retry, noted_errors
+from lightning_batchmem._lightning.places import SizeNotFollowedError
 from lightning_batchmem._lightning.program import TrainerProgram
 from lightning_batchmem._lightning.program_maker import ProgramMaker
 from lightning_batchmem._lightning.schedules import accumulation_note
-from lightning_batchmem._lightning.size_places import SizeNotFollowedError
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
 from lightning_batchmem._lightning.trainer_state import idle_callbacks_note, weight_average_bytes
@@ -145,7 +145,7 @@ class TrainerSearch:
             ValueError: if the batch size of the project cannot be set.
         """
         # The path to the size may lead through a class, which is not restored.
-        snapshot.keep(setting.place.keep())
+        snapshot.add(setting.place.restorer())
         begin = time.monotonic()
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         state = TrainingState(self.trainer, self.later)
@@ -178,46 +178,46 @@ class TrainerSearch:
         learning_rate = learning_rate_to_scale(setting, options)
         parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
-            followed = self._maker(options).followed(setting, clean_start)
-            before = project_recipe(followed, options, learning_rate, self.earlier)
+            setting, loaders = self._maker(options).find_place(setting, clean_start)
+            before = project_recipe(setting, options, learning_rate, self.earlier)
             now = self.trainer.accumulate_grad_batches
             # For a target the limits of the Trainer stay as they are.
             if options.target_batch_size is not None:
                 now = before.accumulate_grad_batches
             ratio = Fraction(before.accumulate_grad_batches, now)
-            before, _ = self._in_training(before, followed.loaders, ratio)
+            before, _ = self._in_training(before, loaders, ratio)
             later = None if found is None else found.program
             note = ""
             while True:
                 try:
                     maker = self._maker(options)
-                    program = maker.training(clean_start, followed, before, state, later)
-                    with noted_errors(lambda: followed.setting.size, program.batches):
+                    program = maker.training(clean_start, setting, loaders, before, state, later)
+                    with noted_errors(lambda: setting.size, program.batches):
                         search = self._search_of(program, progress, maker.options, parameters)
                         plan = (
                             search.run(given_plan) if found is None else search.confirm(found.plan)
                         )
-                        if self.is_simulated and followed.project_size:
-                            plan = search.with_rehearsal(plan, followed.project_size)
+                        if self.is_simulated and setting.project_size:
+                            plan = search.with_rehearsal(plan, setting.project_size)
                     break
                 # A user's step may raise any error.
                 except Exception as error:
                     if note:
                         add_note(error, note)
-                    note = followed.why_own_size(error, options)
+                    note = note_of_retry(error, setting, options)
                     if not note:
                         raise
-                options = replace(options, min_batch_size=followed.project_size)
-                clean_start.again_for_loaders()
+                options = replace(options, min_batch_size=setting.project_size)
+                clean_start.reset_for_loaders()
         plan = plan.with_notes(
-            Note("limit", self._longest_sample_note(plan, followed.project_size, program)),
-            Note("search", program.kept_size_note(followed.project_size)),
+            Note("limit", self._longest_sample_note(plan, setting.project_size, program)),
+            Note("search", program.kept_size_note(setting.project_size)),
             Note("search", state.frozen_note),
             Note("search", note),
         )
         return FoundPlan(
-            self._with_recipe(plan, before, program, followed.loaders),
-            followed.setting,
+            self._with_recipe(plan, before, program, loaders),
+            setting,
             None if self.device_memory.is_host else program,
         )
 
@@ -388,9 +388,9 @@ class TrainerSearch:
         with clean_start.entered():
             # The project may have changed since the checkpoint was saved.
             with suppress(SizeNotFollowedError):
-                return maker.followed(setting.at(plan.place), clean_start).setting
-            clean_start.again_for_loaders()
-            return maker.followed(setting, clean_start).setting
+                return maker.find_place(setting.at(plan.place), clean_start)[0]
+            clean_start.reset_for_loaders()
+            return maker.find_place(setting, clean_start)[0]
 
     def _progress(self) -> SearchProgress:
         trainer = self.trainer
@@ -423,7 +423,7 @@ class TrainerSearch:
 
     def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
         """The plan with the place of its size, and a note where that of the project changes."""
-        attribute = setting.attribute
+        attribute = setting.place.attribute
         if attribute is not None and attribute.exists and attribute.value != plan.batch_size:
             old_values = (
                 f"If you compute values from `{attribute.path}` in __init__ or setup, they keep the"

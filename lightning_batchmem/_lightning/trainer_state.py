@@ -1,26 +1,120 @@
-"""What a Trainer is doing, has and logs.
+"""A Trainer of either Lightning package: its names, what it has and does, and calls before methods.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
 
 from __future__ import annotations
 
-import os
-from itertools import count
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from lightning_batchmem._lightning.hooks import replaced
-from lightning_batchmem._lightning.packages import in_every_package, lightning_name
-from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
+from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.devices.tensors import bytes_of
 
-# The folders of Trainers without loggers.
-_OWN_LOG_DIRS: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+_UNIFIED = "lightning.pytorch"
+_STANDALONE = "pytorch_lightning"
+
+
+def lightning_name(owner: object, path: str) -> Any:
+    """The object at ``path``, such as ``"loops.loop._Loop"``, in the package of ``owner``.
+
+    The owner is a trainer or a loop, and its class decides which Lightning package is used.
+    """
+    kinds = type(owner).__mro__
+    is_standalone = any(kind.__module__.startswith(f"{_STANDALONE}.") for kind in kinds)
+    package = _STANDALONE if is_standalone else _UNIFIED
+    return resolve_name(f"{package}.{path}")
+
+
+def in_every_package(*paths: str) -> tuple[Any, ...]:
+    """``paths`` in each of the packages that is imported."""
+    packages = [package for package in (_UNIFIED, _STANDALONE) if package in sys.modules]
+    return tuple(resolve_name(f"{package}.{path}") for package in packages for path in paths)
+
+
+def end_of_tuning(trainer: object) -> BaseException:
+    """An exception that ends ``fit`` without an error, as after a tuner."""
+    # _TunerExitException is private in lightning 2.5.0 to 2.6.6.
+    exception: BaseException = lightning_name(trainer, "utilities.exceptions._TunerExitException")()
+    return exception
+
+
+@dataclass
+class _CallsBefore:
+    """Calls functions, and then a method. Unlike a closure, it can be pickled.
+
+    Args:
+        owner: the object with the method.
+        method: its name.
+        of_project: what a project has set in place of the method; None for the method itself.
+        functions: the functions.
+    """
+
+    owner: Any
+    method: str
+    of_project: Any
+    functions: list[Callable[[], object]] = field(default_factory=list)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        for function in self.functions.copy():
+            function()
+        if self.of_project is not None:
+            return self.of_project(*arguments, **keywords)
+        return getattr(type(self.owner), self.method)(self.owner, *arguments, **keywords)
+
+    def remove(self, function: Callable[[], object]) -> None:
+        """Call this function no more, and leave the owner as it was if it was the last one."""
+        if function in self.functions:
+            self.functions.remove(function)
+        # A project may have set something else since.
+        if not self.functions and vars(self.owner).get(self.method) is self:
+            delattr(self.owner, self.method)
+            if self.of_project is not None:
+                setattr(self.owner, self.method, self.of_project)
+
+
+def call_before(owner: Any, method: str, function: Callable[[], object]) -> Callable[[], None]:
+    """Call a function before each ``owner.method()``; returns a function that ends this."""
+    calls = vars(owner).get(method)
+    # Several callers share the attribute.
+    if not isinstance(calls, _CallsBefore):
+        calls = _CallsBefore(owner, method, calls)
+        setattr(owner, method, calls)
+    calls.functions.append(function)
+    return partial(calls.remove, function)
+
+
+def call_once_before(owner: Any, method: str, function: Callable[[], object]) -> Callable[[], None]:
+    """Call a function before the next ``owner.method()`` only; returns one that cancels it."""
+
+    def call() -> None:
+        cancel()
+        function()
+
+    cancel = call_before(owner, method, call)
+    return cancel
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give ``owner`` other attributes for a while; methods of its class are replaced too."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -32,35 +126,6 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     """Give the trainer other callbacks."""
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
-
-
-def log_dir_of(trainer: Trainer) -> str | None:
-    """What ``trainer.log_dir`` is on the first rank; None where the logger does not tell it.
-
-    Without loggers it is a new folder, since ``trainer.log_dir`` is that of the user's code then.
-    Every rank must call this function.
-    """
-    # Reading it is a broadcast, for which the other ranks would wait after an error on this one.
-    with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
-        log_dir = value_or_none("The log directory", lambda: _path_text(trainer.log_dir))
-    if not trainer.loggers and log_dir and "://" not in log_dir:
-        if trainer not in _OWN_LOG_DIRS:
-            _OWN_LOG_DIRS[trainer] = _next_version(Path(log_dir) / "lightning_batchmem_logs")
-        log_dir = str(_OWN_LOG_DIRS[trainer])
-    return trainer.strategy.broadcast(log_dir)
-
-
-def _next_version(logs: Path) -> Path:
-    versions = (logs / f"version_{number}" for number in count())
-    return next(version for version in versions if not os.path.lexists(version))
-
-
-def _path_text(path: Any) -> str | None:
-    # Some loggers have a Path, and a mock of a logger has a mock.
-    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
-    if "\0" in text:
-        raise ValueError("a path cannot have a null character")
-    return text or None
 
 
 def weight_average_bytes(trainer: Trainer) -> int:
@@ -174,14 +239,6 @@ def count_optimizer_step(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
-def logging_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs.
-
-    ``trainer.global_step`` is another number: it counts every optimizer of a manual step.
-    """
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
 def stop_progress_bar(trainer: Trainer, module: LightningModule, stage: str) -> None:
     """End the progress bar of Lightning; a subclass of the user is torn down only by Lightning."""
     bar = trainer.progress_bar_callback
@@ -206,27 +263,6 @@ def has_own_hook(owner: object, *beginnings: str) -> bool:
     """Whether a callback or a module has a hook of the user whose name begins so."""
     names = [name for name in dir(Callback) if name.startswith(beginnings)]
     return not all(is_of_lightning(owner, name) for name in names)
-
-
-def logs_now(trainer: Trainer, step: int) -> bool:
-    """Whether values of ``self.log`` reach the loggers after the current batch.
-
-    The step is that of :func:`logging_step`.
-
-    The rule is that of ``update_train_step_metrics`` and ``should_update_logs`` in Lightning's
-    ``_LoggerConnector``. It is written out because it is needed in every step.
-    """
-    # mypy does not see attributes that Lightning sets outside the class Trainer.
-    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if not interval or ((step + 1) % interval and not trainer.should_stop):
-        return False
-    return not accumulates(trainer) or not trainer.lightning_module.automatic_optimization
-
-
-def logs_at_all(trainer: Trainer) -> bool:
-    """Whether ``log_every_n_steps`` lets any value reach the loggers."""
-    # mypy does not see attributes that Lightning sets outside the class Trainer.
-    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
 
 def trains_no_more(trainer: Trainer) -> bool:

@@ -10,9 +10,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.hooks import replaced
-from lightning_batchmem._lightning.packages import in_every_package
-from lightning_batchmem._lightning.trainer_state import call_module_hook, callbacks_of
+from lightning_batchmem._lightning.trainer_state import (
+    call_module_hook,
+    callbacks_of,
+    in_every_package,
+    replaced,
+)
 from lightning_batchmem.devices.foreign_values import error_text, value_or_none
 from lightning_batchmem.plan.options import object_named
 

@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.trainer_state import is_of_lightning, logs_at_all
+from lightning_batchmem._lightning.profiled_stage import logs_at_all
+from lightning_batchmem._lightning.trainer_state import is_of_lightning
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep

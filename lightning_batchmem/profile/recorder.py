@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.batch_samples import BatchSamples, PlacedBatch
+from lightning_batchmem._lightning.profiled_stage import BatchSamples, PlacedBatch
 from lightning_batchmem._lightning.trainer_state import callbacks_of, has_own_hook
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory

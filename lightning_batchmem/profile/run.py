@@ -9,9 +9,13 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_batchmem._lightning.batch_samples import PlacedBatch
-from lightning_batchmem._lightning.trainer_state import callbacks_of, logging_step, logs_now
-from lightning_batchmem._lightning.watched_calls import WatchedCalls
+from lightning_batchmem._lightning.profiled_stage import (
+    PlacedBatch,
+    WatchedCalls,
+    logging_step,
+    logs_now,
+)
+from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none

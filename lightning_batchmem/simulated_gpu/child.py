@@ -144,7 +144,7 @@ class Child:
 
     def _checked(self, name: str, *arguments: Any) -> Any:
         """Call a function of the package; its refusals, and errors of the program, end here."""
-        from lightning_batchmem._lightning.packages import is_own_error
+        from lightning_batchmem._lightning.errors import is_own_error
         from lightning_batchmem.simulated_gpu import search
 
         try:

@@ -13,13 +13,16 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_batchmem import check, comparison
-from lightning_batchmem._lightning.packages import in_every_package
 from lightning_batchmem._lightning.strategies import (
     check_strategy,
     exchange_on_host,
     trains_in_other_processes,
 )
-from lightning_batchmem._lightning.trainer_state import callbacks_of, is_fast_dev_run
+from lightning_batchmem._lightning.trainer_state import (
+    callbacks_of,
+    in_every_package,
+    is_fast_dev_run,
+)
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.notes import Note

@@ -1,6 +1,8 @@
+import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -15,10 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_batchmem._lightning.strategies import (
+    NEWEST_TESTED_TORCH,
     bucket_bytes,
     check_strategy,
     has_batch_norm,
     steps_are_collective,
+    warn_of_untested_torch,
 )
 
 
@@ -138,3 +142,22 @@ class OwnNorm(_BatchNorm):
 )
 def test_batch_norm_is_found_in_any_kind(layer, expected):
     assert has_batch_norm(Sequential(layer)) is expected
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "3.0.0+cu130", "2.15.0a0+git1234"])
+def test_a_newer_torch_is_one_warning(version):
+    warn_of_untested_torch.cache_clear()
+    with pytest.warns(UserWarning, match=f"torch {version[:4]}.* is newer than 2.14"):
+        warn_of_untested_torch(version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_untested_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.14.1+cu130", "2.5.1", "1.13.0", torch.__version__])
+def test_a_tested_torch_is_no_warning(version):
+    warn_of_untested_torch(version)
+
+
+def test_this_version_is_tested():
+    assert tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED_TORCH

@@ -1,79 +1,41 @@
-from pathlib import Path
+"""Attributes and methods that are replaced for a while, and calls before a method."""
 
 import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 
-from lightning_batchmem._lightning.trainer_state import log_dir_of
-from lightning_batchmem.devices.foreign_values import begin_run
-from tests.helpers.lawful import quiet_trainer
+from lightning_batchmem._lightning.trainer_state import call_once_before, replaced
 
 
-class Mocked:
-    """What a mock of a logger has as its directory."""
+class Owner:
+    own = "of the class"
+
+    def method(self) -> str:
+        return self.own
 
 
-class Kept(Logger):
-    """Has whatever a test wants as its directory."""
-
-    name = "kept"
-    version = 0
-
-    def __init__(self, directory):
-        super().__init__()
-        self.directory = directory
-
-    @property
-    def log_dir(self):
-        return self.directory
-
-    save_dir = log_dir
-
-    def log_metrics(self, metrics, step=None):
-        pass
-
-    def log_hyperparams(self, params):
-        pass
+def test_methods_of_the_class_and_attributes_of_the_object_come_back() -> None:
+    owner = Owner()
+    owner.own = "of the object"
+    with replaced(owner, own="new", method=lambda: 1):
+        assert (owner.own, owner.method()) == ("new", 1)
+    assert (owner.own, owner.method()) == ("of the object", "of the object")
+    assert vars(owner) == {"own": "of the object"}
 
 
-@pytest.fixture(autouse=True)
-def _run():
-    begin_run()
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_call_once_before_a_method_that_is_wrapped_later_is_made_once(is_cancelled: bool) -> None:
+    owner = Owner()
+    calls = []
+    cancel = call_once_before(owner, "method", lambda: calls.append("before"))
+    calling = owner.method
 
+    def wrapper() -> None:
+        calls.append("wrapper")
+        calling()
 
-@pytest.mark.parametrize(
-    ("directory", "expected"),
-    [
-        ("logs", "logs"),
-        (Path("logs"), "logs"),
-        (b"logs", "logs"),
-        ("", None),
-        (None, None),
-        (3, None),
-        (Mocked(), None),
-    ],
-    ids=repr,
-)
-def test_a_log_directory_of_any_kind(directory, expected):
-    assert log_dir_of(quiet_trainer(logger=Kept(directory))) == expected
-
-
-class Failing(type(Path())):
-    def __fspath__(self):
-        raise OSError("no")
-
-
-@pytest.mark.parametrize("directory", [Failing("logs"), "lo\0gs"], ids=["raising", "null"])
-def test_a_log_directory_that_cannot_be_read_is_one_warning(directory):
-    trainer = quiet_trainer(logger=Kept(directory))
-    with pytest.warns(UserWarning, match="The log directory cannot be read") as caught:
-        found = [log_dir_of(trainer) for _ in range(2)]
-    assert found == [None, None]
-    assert len(caught) == 1
-
-
-def test_a_log_directory_whose_property_raises_is_a_warning(monkeypatch):
-    trainer = quiet_trainer()
-    monkeypatch.setattr(Trainer, "log_dir", property(lambda self: 1 / 0))
-    with pytest.warns(UserWarning, match="cannot be read: ZeroDivisionError"):
-        assert log_dir_of(trainer) is None
+    vars(owner)["method"] = wrapper
+    if is_cancelled:
+        cancel()
+    owner.method()
+    owner.method()
+    assert calls == ["wrapper", *([] if is_cancelled else ["before"]), "wrapper"]
+    assert vars(owner) == {"method": wrapper}

@@ -7,7 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from lightning_batchmem._lightning.batch_samples import BatchSamples
+from lightning_batchmem._lightning.profiled_stage import BatchSamples
 from tests.helpers.lawful import quiet_trainer
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem._lightning.size_places import SizedHook
+from lightning_batchmem._lightning.places import SizedHook
 from tests.helpers.lawful import MIB, Lawful, Sizes, found_size, law, loader
 
 FOUND = found_size(500 * MIB, multiple_of=1)
@@ -109,7 +109,7 @@ def test_a_second_fit_replaces_the_size(fit, device):
         fit(module, finder, device, sizes)
         assert finder.plan.place == "train_dataloader()"
         hook = vars(module)["train_dataloader"]
-        assert hook.own is None
+        assert hook.replaces is None
         assert sizes.seen == {hook.batch_size}
         found.append(hook.batch_size)
     assert found[0] > found[1] > CONSTANT

@@ -1,27 +1,17 @@
-"""Names of both packages of Lightning, errors of this one, and the newest torch that was tested."""
+"""Errors of a search: whether they are ours or the project's, and what is said about them."""
 
 from __future__ import annotations
 
-import functools
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any
 
-import torch
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.foreign_values import add_note, error_text, value_or_none
-
-# The files with private names of torch state these versions too.
-NEWEST_TESTED_TORCH = (2, 14)
-
-_UNIFIED = "lightning.pytorch"
-_STANDALONE = "pytorch_lightning"
+from lightning_batchmem.devices.out_of_memory import release_traceback
+from lightning_batchmem.plan.options import SearchOptions
 
 
 def is_own_error(error: BaseException) -> bool:
@@ -29,42 +19,6 @@ def is_own_error(error: BaseException) -> bool:
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     is_own = Path(origin).is_relative_to(Path(__file__).parents[1])
     return is_own and isinstance(error, ValueError | RuntimeError | ImportError)
-
-
-def end_of_tuning(trainer: object) -> BaseException:
-    """An exception that ends ``fit`` without an error, as after a tuner."""
-    # _TunerExitException is private in lightning 2.5.0 to 2.6.6.
-    exception: BaseException = lightning_name(trainer, "utilities.exceptions._TunerExitException")()
-    return exception
-
-
-def lightning_name(owner: object, path: str) -> Any:
-    """The object at ``path``, such as ``"loops.loop._Loop"``, in the package of ``owner``.
-
-    The owner is a trainer or a loop, and its class decides which Lightning package is used.
-    """
-    kinds = type(owner).__mro__
-    is_standalone = any(kind.__module__.startswith(f"{_STANDALONE}.") for kind in kinds)
-    package = _STANDALONE if is_standalone else _UNIFIED
-    return resolve_name(f"{package}.{path}")
-
-
-def in_every_package(*paths: str) -> tuple[Any, ...]:
-    """``paths`` in each of the packages that is imported."""
-    packages = [package for package in (_UNIFIED, _STANDALONE) if package in sys.modules]
-    return tuple(resolve_name(f"{package}.{path}") for package in packages for path in paths)
-
-
-@functools.cache
-def warn_of_untested_torch(torch_version: str = torch.__version__) -> None:
-    """Warn once if torch is newer than every version that the package was run with."""
-    major, minor = torch_version.split(".")[:2]
-    if (int(major), int(minor)) > NEWEST_TESTED_TORCH:
-        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
-        rank_zero_warn(
-            f"torch {torch_version} is newer than {newest}, the newest that lightning-batchmem was"
-            " tested with. If it fails, use an older torch or a newer lightning-batchmem."
-        )
 
 
 def reason_of(error: Exception) -> str:
@@ -107,3 +61,24 @@ def noted_errors(
                 " setup.",
             )
         raise
+
+
+def note_of_retry(error: Exception, setting: BatchSizeSetting, options: SearchOptions) -> str:
+    """Why a search begins again at the project's own size, after an error below it.
+
+    A step may divide its batch, or start a codebook with it, and need more than two samples.
+
+    Returns:
+        A note; empty where the search has to end with the error.
+    """
+    size = setting.size or 0
+    project_size = setting.project_size or 0
+    largest_size = min(bound for bound, _ in options.bounds)
+    # Another rank may have passed this step.
+    may_retry = setting.trainer.world_size == 1 and options.min_batch_size is None
+    if is_own_error(error) or not (may_retry and size < project_size <= largest_size):
+        return ""
+    return (
+        f"Sizes below {project_size}, your own, were left out: at {size} there was an error"
+        f" ({release_traceback(error)})."
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +12,13 @@ from typing import Any
 
 # This function is private in lightning 2.5.0 to 2.6.6.
 from lightning.fabric.utilities.data import _replace_value_in_saved_args
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.parsing import AttributeDict
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.data_source import DataSource
-from lightning_batchmem._lightning.project_attribute import ProjectAttribute
+from lightning_batchmem._lightning.trainer_state import datamodules_of
 from lightning_batchmem.batches.batch_sampler import batch_sampler_of
 from lightning_batchmem.batches.loader_size import (
     keep_sizes,
@@ -23,6 +26,84 @@ from lightning_batchmem.batches.loader_size import (
     set_loader_batch_size,
 )
 from lightning_batchmem.devices.foreign_values import attributes_of
+
+
+@dataclass(frozen=True)
+class ProjectAttribute:
+    """All places to which ``path`` leads, such as ``"batch_size"`` or ``"kwargs.batch_size"``.
+
+    Without a dot they are those of Lightning's ``lightning_getattr`` and ``lightning_setattr``; the
+    last one is read. Where ``owners`` are given, the path leads from these objects only.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    path: str
+    owners: tuple[Any, ...] | None = None
+
+    @property
+    def exists(self) -> bool:
+        return bool(self._holders(self.roots))
+
+    @property
+    def value(self) -> Any:
+        """The value as the project has it now, of any type; ``None`` without one."""
+        holders = self._holders(self.roots)
+        return _get(holders[-1], self._name) if holders else None
+
+    def set(self, value: Any) -> None:
+        """Set the value everywhere, but not in the hyperparameters that Lightning logs."""
+        for holder in self._holders(self.roots):
+            _set(holder, self._name, value)
+
+    def set_logged(self, value: Any) -> None:
+        """Set the value in the copy of the hyperparameters that Lightning logs."""
+        for holder in self._holders(self._logged):
+            _set(holder, self._name, value)
+
+    def without(self, params: Any) -> dict[str, Any]:
+        """Hyperparameters without the one that leads to the value."""
+        items = vars(params) if isinstance(params, Namespace) else dict(params or {})
+        return {name: one for name, one in items.items() if name not in self.path.split(".")}
+
+    def drop_logged(self) -> None:
+        """Let Lightning no longer log the hyperparameter that leads to the value."""
+        for owner in self._owners:
+            if logged := _or_empty(owner, "_hparams_initial"):
+                owner._hparams_initial = AttributeDict(self.without(logged))
+
+    def restorer(self) -> Callable[[], None]:
+        """Record the value of each place; returns a function that restores them."""
+        undo = ExitStack()
+        for holder in self._holders(self.roots + self._logged):
+            undo.callback(_set, holder, self._name, _get(holder, self._name))
+        return undo.close
+
+    @property
+    def _name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def _owners(self) -> list[Any]:
+        if self.owners is not None:
+            return list(self.owners)
+        return [self.module, *datamodules_of(self.trainer)]
+
+    @property
+    def roots(self) -> list[Any]:
+        """The objects and dicts from which the path leads."""
+        return [root for owner in self._owners for root in (owner, _or_empty(owner, "hparams"))]
+
+    @property
+    def _logged(self) -> list[Any]:
+        # _hparams_initial is private in lightning 2.5.0 to 2.6.6.
+        return [_or_empty(owner, "_hparams_initial") for owner in self._owners]
+
+    def _holders(self, holders: list[Any]) -> list[Any]:
+        """The objects or dicts at the end of the path from these, which have the value."""
+        for part in self.path.split(".")[:-1]:
+            holders = [_get(holder, part) for holder in holders if _has(holder, part)]
+        return [holder for holder in holders if _has(holder, self._name)]
 
 
 @dataclass(eq=False)
@@ -36,19 +117,19 @@ class SizedHook:
         owner: the module or datamodule.
         name: the name of the hook, such as ``"train_dataloader"``.
         batch_size: the size of all loaders.
-        own: the attribute of the owner itself that had this name, if there was one.
+        replaces: the attribute of the owner itself that had this name, if there was one.
     """
 
     owner: Any
     name: str
     batch_size: int
-    own: Callable[[], Any] | None
+    replaces: Callable[[], Any] | None
 
     @property
     def __wrapped__(self) -> Callable[[], Any]:
         """The user's hook, which Lightning looks at to see whether there is one."""
-        if self.own is not None:
-            return self.own
+        if self.replaces is not None:
+            return self.replaces
         kind = type(self.owner)
         # The attribute of the instance is this object itself.
         hook: Callable[[], Any] = inspect.getattr_static(kind, self.name).__get__(self.owner, kind)
@@ -145,9 +226,9 @@ class InAttribute:
                 f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
             )
 
-    def keep(self) -> Callable[[], None]:
+    def restorer(self) -> Callable[[], None]:
         """Record the size; returns a function that restores it."""
-        return self.attribute.keep()
+        return self.attribute.restorer()
 
     def sets_loaders_of(self, source: DataSource) -> bool:
         """Whether the loaders of this origin get the size after the project has made them."""
@@ -174,9 +255,9 @@ class InPassedLoaders(InAttribute):
             set_loader_batch_size(loader, batch_size)
         super().write(batch_size)
 
-    def keep(self) -> Callable[[], None]:
+    def restorer(self) -> Callable[[], None]:
         undo = ExitStack()
-        undo.callback(super().keep())
+        undo.callback(super().restorer())
         undo.callback(keep_sizes(self.source.passed_loaders()))
         return undo.close
 
@@ -190,11 +271,9 @@ class InHook:
 
     Args:
         source: the hook.
-        project_size: the size in the user's code, where it is known.
     """
 
     source: DataSource
-    project_size: int | None = None
     exists = True
     name = "batch_size"
     attribute = None
@@ -206,16 +285,16 @@ class InHook:
     @property
     def value(self) -> object:
         hook = self._attributes.get(self.source.hook)
-        return hook.batch_size if isinstance(hook, SizedHook) else self.project_size
+        return hook.batch_size if isinstance(hook, SizedHook) else None
 
     def write(self, batch_size: int) -> None:
         name = self.source.hook
         hook = self._attributes.get(name)
-        own = hook.own if isinstance(hook, SizedHook) else hook
+        replaces = hook.replaces if isinstance(hook, SizedHook) else hook
         # A copy of the hook may have been made with the owner, so it is not changed.
-        self._attributes[name] = SizedHook(self.source.owner, name, batch_size, own)
+        self._attributes[name] = SizedHook(self.source.owner, name, batch_size, replaces)
 
-    def keep(self) -> Callable[[], None]:
+    def restorer(self) -> Callable[[], None]:
         name = self.source.hook
         if name in self._attributes:
             return partial(self._attributes.__setitem__, name, self._attributes[name])
@@ -242,3 +321,26 @@ def check_one_size(sizes: Sequence[int], hook: str, name: str) -> None:
             f" {', '.join(map(str, distinct))}. Make the one to change in {hook} from an attribute,"
             f" such as `self.{name}`."
         )
+
+
+def _or_empty(owner: Any, name: str) -> Any:
+    return _get(owner, name) if _has(owner, name) else {}
+
+
+def _has(holder: Any, name: str) -> bool:
+    # A property of the user may raise any exception.
+    try:
+        return name in holder if isinstance(holder, Mapping) else hasattr(holder, name)
+    except Exception:  # noqa: BLE001
+        return False
+
+
+def _get(holder: Any, name: str) -> Any:
+    return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, MutableMapping):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)

@@ -5,7 +5,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_batchmem._lightning.data_source import validation_loop
-from lightning_batchmem._lightning.watched_calls import WatchedCalls, _Watched
+from lightning_batchmem._lightning.profiled_stage import WatchedCalls
+from lightning_batchmem._lightning.trainer_state import _CallsBefore
 from tests.helpers.lawful import quiet_trainer
 
 
@@ -37,7 +38,7 @@ class Watcher(Callback):
     def on_train_start(self, trainer, pl_module):
         self.fetches = WatchedCalls(trainer, self.own, self.validation, self.after, self.end)
         # A loader that spawns workers may pickle the Trainer.
-        pickle.dumps(trainer.fit_loop.epoch_loop._on_before_fetch.called)
+        pickle.dumps(trainer.fit_loop.epoch_loop._on_before_fetch.functions)
 
     on_test_start = on_predict_start = on_train_start
 
@@ -62,7 +63,7 @@ def test_each_batch_of_a_training_is_asked_for_before_its_step():
     loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, validation_loop(trainer))
     progress = [one.batch_progress for one in loops[1:]]
     for owner in (trainer, *loops, *progress):
-        assert not any(isinstance(value, _Watched) for value in vars(owner).values())
+        assert not any(isinstance(value, _CallsBefore) for value in vars(owner).values())
 
 
 @pytest.mark.parametrize("stage", ["test", "predict"])

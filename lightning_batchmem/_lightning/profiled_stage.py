@@ -1,20 +1,29 @@
-"""How many samples each batch of a stage has, by its loaders.
+"""A stage that a profiler watches: samples of its batches, moments of its steps, and what it logs.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_batchmem._lightning.data_source import combined_mode, stage_loop
+from lightning_batchmem._lightning.trainer_state import accumulates, call_before, replaced
 from lightning_batchmem.batches.loader_size import count_samples, loader_batch_size
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import samples_in
+
+# The folders of Trainers without loggers.
+_OWN_LOG_DIRS: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 
 _LOADERS = "The batch size of the loaders"
 
@@ -139,3 +148,119 @@ def _samples_of(loader: object, *, begins_again: bool) -> _LoaderSamples:
     drop_last = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
     batches = samples // size if drop_last else -(-samples // size)
     return _LoaderSamples(size, samples, batches, begins_again)
+
+
+class WatchedCalls:
+    """Calls functions at the moments of a stage that limit the time of its steps.
+
+    The hooks of a callback come too late: those of other callbacks may have run before.
+
+    Args:
+        trainer: the Trainer, in the stage.
+        on_own: called before the batches of the stage are requested.
+        on_validation: called before those of an evaluation within the training.
+        after_step: called before an evaluation within the training, the end of an epoch, and the
+            making of a checkpoint.
+        at_end: called when the work of a batch has ended, before the hooks that follow.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        on_own: Callable[[], object],
+        on_validation: Callable[[], object],
+        after_step: Callable[[], object],
+        at_end: Callable[[], object],
+    ) -> None:
+        loop = stage_loop(trainer)
+        own_loop = loop.epoch_loop if trainer.training else loop
+        self._fetchers = {own_loop: loop._data_fetcher}
+        calls = [
+            (own_loop, "_on_before_fetch", on_own),
+            (own_loop.batch_progress, "increment_processed", at_end),
+            (trainer, "save_checkpoint", after_step),
+        ]
+        if trainer.training:
+            val_loop = own_loop.val_loop
+            self._fetchers[val_loop] = val_loop._data_fetcher
+            calls += [
+                (val_loop, "_on_before_fetch", on_validation),
+                (val_loop.batch_progress, "increment_processed", at_end),
+                (loop, "on_advance_end", after_step),
+                (val_loop, "run", after_step),
+            ]
+        self._cancels = [call_before(*call) for call in calls]
+        self._hand_over()
+
+    def close(self) -> None:
+        """Call the functions no more."""
+        for cancel in self._cancels:
+            cancel()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the fetchers that exist call the methods of their loops.
+
+        A loop hands its method to a new fetcher when an epoch begins.
+        """
+        for loop, fetcher in self._fetchers.items():
+            if fetcher is not None:
+                fetcher._start_profiler = loop._on_before_fetch
+
+
+def log_dir_of(trainer: Trainer) -> str | None:
+    """What ``trainer.log_dir`` is on the first rank; None where the logger does not tell it.
+
+    Without loggers it is a new folder, since ``trainer.log_dir`` is that of the user's code then.
+    Every rank must call this function.
+    """
+    # Reading it is a broadcast, for which the other ranks would wait after an error on this one.
+    with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
+        log_dir = value_or_none("The log directory", lambda: _path_text(trainer.log_dir))
+    if not trainer.loggers and log_dir and "://" not in log_dir:
+        if trainer not in _OWN_LOG_DIRS:
+            _OWN_LOG_DIRS[trainer] = _next_version(Path(log_dir) / "lightning_batchmem_logs")
+        log_dir = str(_OWN_LOG_DIRS[trainer])
+    return trainer.strategy.broadcast(log_dir)
+
+
+def _next_version(logs: Path) -> Path:
+    versions = (logs / f"version_{number}" for number in count())
+    return next(version for version in versions if not os.path.lexists(version))
+
+
+def _path_text(path: Any) -> str | None:
+    # Some loggers have a Path, and a mock of a logger has a mock.
+    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+    if "\0" in text:
+        raise ValueError("a path cannot have a null character")
+    return text or None
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step under which Lightning logs.
+
+    ``trainer.global_step`` is another number: it counts every optimizer of a manual step.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def logs_now(trainer: Trainer, step: int) -> bool:
+    """Whether values of ``self.log`` reach the loggers after the current batch.
+
+    The step is that of :func:`logging_step`.
+
+    The rule is that of ``update_train_step_metrics`` and ``should_update_logs`` in Lightning's
+    ``_LoggerConnector``. It is written out because it is needed in every step.
+    """
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if not interval or ((step + 1) % interval and not trainer.should_stop):
+        return False
+    return not accumulates(trainer) or not trainer.lightning_module.automatic_optimization
+
+
+def logs_at_all(trainer: Trainer) -> bool:
+    """Whether ``log_every_n_steps`` lets any value reach the loggers."""
+    # mypy does not see attributes that Lightning sets outside the class Trainer.
+    return bool(trainer.log_every_n_steps)  # type: ignore[attr-defined]
