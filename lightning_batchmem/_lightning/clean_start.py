@@ -9,9 +9,12 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
 from torch.nn import Module
@@ -22,7 +25,6 @@ from lightning_batchmem._lightning.data_source import (
     stage_source,
     validation_source,
 )
-from lightning_batchmem._lightning.muted import muted_callback, muted_logger, muted_profiler
 from lightning_batchmem._lightning.steps import SearchCallback
 from lightning_batchmem._lightning.strategies import outer_module
 from lightning_batchmem._lightning.trainer_state import (
@@ -31,11 +33,10 @@ from lightning_batchmem._lightning.trainer_state import (
     datamodules_of,
     in_every_package,
     logger_connector,
-    own_objects,
-    parts_of_users,
+    parts_of,
     renew_results,
+    replaced,
     set_callbacks,
-    users_values,
 )
 from lightning_batchmem.batches.loader_size import keep_sizes
 from lightning_batchmem.batches.loaders import generators_of
@@ -44,6 +45,8 @@ from lightning_batchmem.devices.foreign_values import attributes_of, value_or_no
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.refill import refill
 from lightning_batchmem.state.snapshot import Restored, Snapshot, freeze, restored_parts, unfreeze
+
+_READ_FROM_EXPERIMENTS = (str, bytes, int, float, Path, list, tuple, set, dict)
 
 
 class ProjectSnapshot(Snapshot):
@@ -71,9 +74,9 @@ class ProjectSnapshot(Snapshot):
         # A module and a datamodule may have the trainer of an earlier training. The attribute of
         # the module is private in lightning 2.5.0 to 2.6.6; the property raises an error.
         trainers = [trainer, module._trainer, *(data.trainer for data in datamodules)]
-        self.own = [part for one in trainers for part in own_objects(one)]
+        self.not_walked = [part for one in trainers for part in parts_of(one)]
         generators = {"loaders": generators_of(loaders)}
-        super().__init__([outer or module], datamodules, generators, self.own, loaders)
+        super().__init__([outer or module], datamodules, generators, self.not_walked, loaders)
         # A hook may return a loader that the project keeps in an attribute.
         restore_sizes = keep_sizes([*loaders, *self.attributes.loaders])
         self._restorers: list[Callable[[], list[str] | None]] = [restore_sizes]
@@ -121,20 +124,107 @@ def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
     )
 
 
-def _users_snapshots(trainer: Trainer, snapshot: ProjectSnapshot) -> tuple[Snapshot, Restored]:
-    """What the user keeps in a trainer with its strategy and plugins, and in what is muted."""
-    strategy = trainer.strategy
+def _muted_parts(trainer: Trainer, snapshot: ProjectSnapshot) -> Restored:
+    """A record of the callbacks, loggers and the profiler, which are muted in a search."""
     # mypy does not see attributes that Lightning sets outside the class Trainer.
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-    elsewhere = [*snapshot.own, *snapshot.attributes.walked, strategy.model, *trainer.optimizers]
     muted = [*callbacks_of(trainer), *trainer.loggers, profiler]
-    lists = [callbacks_of(trainer), trainer.loggers]
-    values = users_values(trainer)
-    of_trainer = Snapshot([], named={"trainer": values}, not_walked=[*elsewhere, *lists, *muted])
     # A run of a logger may change in a thread, and steps do not get it.
     runs = [attributes_of(logger).get("_experiment") for logger in trainer.loggers]
-    left_out = [one for one in (*elsewhere, *lists, *runs) if one is not profiler]
-    return of_trainer, restored_parts([("", one) for one in muted], left_out)
+    model = trainer.strategy.model
+    left_out = [
+        *snapshot.not_walked,
+        *snapshot.attributes.walked,
+        model,
+        *trainer.optimizers,
+        *runs,
+    ]
+    return restored_parts(
+        [("", one) for one in muted], [one for one in left_out if one is not profiler]
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@contextmanager
+def muted_callback(callback: Callback) -> Iterator[None]:
+    """Let the hooks of a callback do nothing in the body."""
+    hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
+    # A progress bar has the last three.
+    silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
+    with replaced(callback, **dict.fromkeys(silent, _nothing)):
+        yield
+
+
+@contextmanager
+def muted_logger(logger: Logger) -> Iterator[None]:
+    """Let the methods of a logger do nothing in the body, and its experiment be read only."""
+    kind: Any = type(logger)
+    # The class of a mock has no methods.
+    methods = {**_silent_methods(Logger), **_silent_methods(kind)}
+    # The experiment is a property of the class.
+    of_kind = {name: value for name, value in vars(kind).items() if name == "experiment"}
+    kind.experiment = property(_muted_experiment, _nothing)
+    try:
+        with replaced(logger, **methods):
+            yield
+    finally:
+        del kind.experiment
+        for name, value in of_kind.items():
+            setattr(kind, name, value)
+
+
+@contextmanager
+def muted_profiler(profiler: Profiler) -> Iterator[None]:
+    """Let a profiler record nothing in the body."""
+    # Lightning calls the last one at every hook.
+    methods = {**_silent_methods(Profiler), "profile": PassThroughProfiler().profile}
+    with replaced(profiler, **methods):
+        yield
+
+
+def _silent_methods(kind: type) -> dict[str, Any]:
+    """A function that does nothing for each public method of a class."""
+    names = [name for name in dir(kind) if name[0] != "_"]
+    return {name: _nothing for name in names if callable(getattr(kind, name, None))}
+
+
+class MutedExperiment:
+    """Accepts any chain of attributes, calls and items, and does nothing.
+
+    Numbers, texts and containers are read from the attributes of a real experiment: a step may
+    compute with them, and would fail with Lightning's DummyExperiment, which has none.
+    """
+
+    def __init__(self, target: Any = None) -> None:
+        vars(self)["_target"] = target
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self._target, name, None)
+        is_read = isinstance(value, _READ_FROM_EXPERIMENTS)
+        return copy.copy(value) if is_read else MutedExperiment(value)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return MutedExperiment()
+
+    # Python would request items without an end.
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    __getitem__ = __call__
+    __setattr__ = __setitem__ = __exit__ = _nothing
+
+
+def _muted_experiment(logger: Any) -> MutedExperiment:
+    """The experiment that a logger has by now; its property would make one, with files."""
+    return MutedExperiment(attributes_of(logger).get("_experiment"))
 
 
 @contextmanager
@@ -145,23 +235,22 @@ def muted_trainer(
     # The calls run in reverse order, each of them even where another one fails.
     with ExitStack() as undo:
         # What is muted has its own methods again at the very end.
-        loggers = [one for one in trainer.loggers if undo.enter_context(muted_logger(one))]
+        for logger in trainer.loggers:
+            undo.enter_context(muted_logger(logger))
         # mypy does not see attributes that Lightning sets outside the class Trainer.
         undo.enter_context(muted_profiler(trainer.profiler))  # type: ignore[attr-defined]
         # This restores the batch size too.
         undo.callback(snapshot.restore_or_warn)
         connector = logger_connector(trainer)
         schedulers = snapshot.attributes.schedulers
-        users = parts_of_users(trainer).values()
-        parts = [part for part in users if part is not trainer.strategy]
-        for owner in (trainer, trainer.state, *parts, connector, *schedulers):
+        plugins = (trainer.precision_plugin, trainer.accelerator)
+        for owner in (trainer, trainer.state, *plugins, connector, *schedulers):
             _isolate(owner, undo)
         # This makes new dictionaries of metrics.
         connector.reset_metrics()
         # A scheduler that was made for the old batch size may end before the search does.
         freeze(schedulers)
         set_callbacks(trainer, callbacks)
-        trainer.loggers = loggers
         # Lightning 2.6 broadcasts SIGTERM in every step, but a step of the search may run on one
         # rank only. mypy does not allow the replacement of a method.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -210,8 +299,8 @@ class CleanStart:
         self._snapshot = snapshot
         self._undo = ExitStack()
         self._prepare: Callable[[], None] = lambda: None
-        self._users, self._muted = _users_snapshots(trainer, snapshot)
-        _warn_of([*snapshot.not_restorable, *self._users.not_restorable])
+        self._muted = _muted_parts(trainer, snapshot)
+        _warn_of(snapshot.not_restorable)
 
     def restore_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore the sizes of these loaders too, whenever everything is restored."""
@@ -220,7 +309,9 @@ class CleanStart:
     def restore_collate(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore what the collate functions of these loaders change too, and warn of the rest."""
         named = [("collate_fn", loader.collate_fn) for loader in loaders]
-        restored = restored_parts(named, [*self._snapshot.own, *self._snapshot.attributes.walked])
+        restored = restored_parts(
+            named, [*self._snapshot.not_walked, *self._snapshot.attributes.walked]
+        )
         self._snapshot.add(restored.restore)
         # The snapshot names what belongs to loaders that were passed.
         known = {key for state in self._snapshot.states for key in state.restored}
@@ -269,13 +360,10 @@ class CleanStart:
         # A new one has seen no batch.
         self.search_callback = SearchCallback(self.phases)
         enter = self._undo.enter_context
-        # Where hooks cannot be muted, the callback is left out.
-        callbacks = [one for one in self.callbacks if enter(muted_callback(one))]
-        callbacks.append(self.search_callback)
-        enter(muted_trainer(trainer, self._snapshot, callbacks))
+        for callback in self.callbacks:
+            enter(muted_callback(callback))
+        enter(muted_trainer(trainer, self._snapshot, [*self.callbacks, self.search_callback]))
         self._undo.callback(self._restore_strategy, self._of_strategy())
-        # The random states of the snapshot are restored after these.
-        self._undo.callback(self._users.restore)
         self._undo.callback(self._muted.restore)
         if trainer.training:
             self._undo.callback(self._clear_optimizers)

@@ -106,15 +106,16 @@ def call_once_before(owner: Any, method: str, function: Callable[[], object]) ->
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Give ``owner`` other attributes for a while; methods of its class are replaced too."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    # The object itself stays, since a step may look for it by identity, type or place.
+    of_owner = attributes_of(owner)
+    before = {name: of_owner[name] for name in attributes if name in of_owner}
+    of_owner.update(attributes)
     try:
         yield
     finally:
-        for name in attributes:
-            del own[name]
-        own.update(before)
+        of_owner.update(before)
+        for name in attributes.keys() - before.keys():
+            of_owner.pop(name, None)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -154,7 +155,7 @@ def datamodules_of(trainer: Trainer) -> list[LightningDataModule]:
 OF_OPTIMIZERS = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
 
 
-def own_objects(trainer: Any) -> list[object]:
+def parts_of(trainer: Any) -> list[object]:
     """The trainer and its parts of Lightning's own kinds, without callbacks, loggers and data.
 
     The callbacks of this package are part of it, because their state is that of the search.
@@ -165,40 +166,14 @@ def own_objects(trainer: Any) -> list[object]:
         "callbacks.Callback", "loggers.Logger", "core.LightningDataModule", "core.LightningModule"
     )
     parts = [*vars(trainer).values(), *vars(trainer.strategy).values()]
-    own = [
+    others = [
         part
         for part in parts
         if _has_kind_of(part, "lightning", "pytorch_lightning", "lightning_fabric")
         and not isinstance(part, not_parts)
     ]
-    own += [one for one in callbacks_of(trainer) if _has_kind_of(one, "lightning_batchmem")]
-    return [trainer, trainer.strategy, trainer.precision_plugin, trainer.accelerator, *own]
-
-
-def parts_of_users(trainer: Trainer) -> dict[str, Any]:
-    """The strategy and other parts of a trainer that a user may have written, by their names."""
-    # The connector is private in lightning 2.5.0 to 2.6.6.
-    environment = getattr(trainer._accelerator_connector, "cluster_environment", None)
-    parts = {
-        "strategy": trainer.strategy,
-        "precision_plugin": trainer.precision_plugin,
-        "accelerator": trainer.accelerator,
-        "cluster_environment": environment,
-    }
-    return {name: part for name, part in parts.items() if hasattr(part, "__dict__")}
-
-
-def users_values(trainer: Trainer) -> dict[str, object]:
-    """Attributes of a trainer, and of its parts, that may be the user's."""
-    parts = {f"{name}.": part for name, part in parts_of_users(trainer).items()}
-    owners = {"": trainer, **parts}
-    return {
-        f"{path}{name}": value
-        for path, owner in owners.items()
-        for name, value in vars(owner).items()
-        if not name.startswith("__") and name not in OF_OPTIMIZERS
-        if not type(value).__module__.startswith(("torch.distributed", "torch._C"))
-    }
+    others += [one for one in callbacks_of(trainer) if _has_kind_of(one, "lightning_batchmem")]
+    return [trainer, trainer.strategy, trainer.precision_plugin, trainer.accelerator, *others]
 
 
 def _has_kind_of(value: object, *packages: str) -> bool:

@@ -16,7 +16,6 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -97,11 +96,11 @@ class InHelpers(_Scaled):
 
 class OnTrainer(_Scaled):
     def setup(self, stage: str) -> None:
-        self.trainer.user = {"steps": [0]}
+        self.trainer.steps_of_user = 0
 
     def left(self) -> float:
-        self.trainer.user["steps"].append(1)
-        return len(self.trainer.user["steps"])
+        self.trainer.steps_of_user += 1
+        return self.trainer.steps_of_user
 
 
 class InData(_Scaled):
@@ -168,20 +167,12 @@ class InGuardedData(_Scaled):
 
 
 class OnMachine(_Scaled):
-    """Counts in the user's accelerator and cluster environment."""
+    """Counts in the user's accelerator."""
 
     def left(self) -> float:
         accelerator: Any = self.trainer.accelerator
-        environment: Any = self.trainer._accelerator_connector.cluster_environment
         accelerator.count = getattr(accelerator, "count", 0) + 1
-        environment.steps.append(1)
-        return accelerator.count + len(environment.steps)
-
-
-class Machine(LightningEnvironment):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
+        return float(accelerator.count)
 
 
 class Spawning(_Scaled):
@@ -371,31 +362,26 @@ class OwnCpu(CPUAccelerator):
 class CountingPrecision(Precision):
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[int] = []
+        self.count = 0
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        self.steps.append(1)
-        return super().pre_backward(tensor * (1 + 0.1 * len(self.steps)), module)
+        self.count += 1
+        return super().pre_backward(tensor * (1 + 0.1 * self.count), module)
 
 
 class CountingStrategy(SingleDeviceStrategy):
     def __init__(self) -> None:
         super().__init__(device=torch.device("cpu"))
         self.count = 0
-        self.steps: list[int] = []
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
         self.count += 1
-        self.steps.append(1)
         loss: Any = super().training_step(*arguments, **keywords)
-        return loss * (1 + 0.1 * (self.count + len(self.steps)))
+        return loss * (1 + 0.1 * self.count)
 
 
 PARTS: dict[str, tuple[Case, Callable[[], dict[str, Any]]]] = {
     "precision plugin": (Case(Net), lambda: {"plugins": [CountingPrecision()]}),
     "strategy": (Case(Net), lambda: {"strategy": CountingStrategy()}),
-    "accelerator and cluster environment": (
-        Case(OnMachine),
-        lambda: {"accelerator": OwnCpu(), "plugins": [Machine()]},
-    ),
+    "accelerator": (Case(OnMachine), lambda: {"accelerator": OwnCpu()}),
 }
