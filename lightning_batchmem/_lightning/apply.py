@@ -199,22 +199,21 @@ def _log_hyperparams(
     *arguments: Any,
     **keywords: Any,
 ) -> None:
-    """Log hyperparameters; a new value that the logger refuses gets a name of its own.
+    """Log hyperparameters; a new value that the logger refuses gets another name.
 
-    In a run of MLflow, a name keeps its first value: that which the script has logged itself, or
-    that of an earlier training.
+    In a run of MLflow, a name keeps its first value: from the script, or from an earlier training.
     """
     name = attribute.path.rpartition(".")[2]
-    own_name = f"{name}_of_training"
+    other_name = f"{name}_of_training"
     errors: list[Exception] = []
-    for added in (None, {own_name: value}, {}):
+    for added in (None, {other_name: value}, {}):
         try:
             log(
                 params if added is None else attribute.without(params) | added,
                 *arguments,
                 **keywords,
             )
-        # The package of a logger has errors of its own.
+        # The package of a logger may raise any error.
         except Exception as error:  # noqa: BLE001
             errors.append(error)
         else:
@@ -227,7 +226,7 @@ def _log_hyperparams(
         rank_zero_warn(
             f"BatchFinder: a logger refuses another `{name}` ({error_text(errors[0])}). The"
             f" training has {value} instead of {before},"
-            f" {'not logged' if errors[1:] else f'logged as `{own_name}`'}."
+            f" {'not logged' if errors[1:] else f'logged as `{other_name}`'}."
         )
 
 
@@ -295,7 +294,7 @@ def _learning_rates(trainer: Trainer) -> tuple[float, ...]:
     """The different learning rates of the optimizers, before a schedule has changed them."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     rates = [group.get("initial_lr", group.get("lr")) for group in groups]
-    # A rate may be a tensor, or None where an optimizer has a schedule of its own.
+    # A rate may be a tensor, or None where an optimizer has its own schedule.
     return tuple(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, Real | Tensor)))
 
 

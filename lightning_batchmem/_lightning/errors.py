@@ -15,7 +15,7 @@ from lightning_batchmem.plan.options import SearchOptions
 
 
 def is_own_error(error: BaseException) -> bool:
-    """Whether this package raised the error, with a sentence for the user."""
+    """Whether a line of this package raised the error, with a sentence for the user."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     is_own = Path(origin).is_relative_to(Path(__file__).parents[1])
     return is_own and isinstance(error, ValueError | RuntimeError | ImportError)
@@ -32,17 +32,17 @@ def reason_of(error: Exception) -> str:
 def noted_errors(
     batch_size: Callable[[], object], batches: Sequence[ProbeBatches] = ()
 ) -> Iterator[None]:
-    """Add a note to errors, whose reason may be that a search is no training.
+    """Add a note to errors of the project, which may occur only because a search is not a training.
 
     Args:
         batch_size: returns the size that is tried.
-        batches: those of the search.
+        batches: the batches of the search.
     """
     try:
         yield
     # A user's step may raise any error, which is raised again with the note.
     except Exception as error:
-        # An error of this package has its reason in its own sentence.
+        # An error of this package says its reason itself.
         if not is_own_error(error):
             counts = [one.distinct_samples for one in batches if one.distinct_samples]
             if counts:

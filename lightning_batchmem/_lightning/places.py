@@ -28,38 +28,87 @@ from lightning_batchmem.batches.loader_size import (
 from lightning_batchmem.devices.foreign_values import attributes_of
 
 
+class SizeNotFollowedError(ValueError):
+    """The loaders do not follow the size at this place, but may do so at another one."""
+
+
 @dataclass(frozen=True)
 class ProjectAttribute:
-    """All places to which ``path`` leads, such as ``"batch_size"`` or ``"kwargs.batch_size"``.
+    """An attribute of a project, which may not exist: everything to which a path leads.
 
-    Without a dot they are those of Lightning's ``lightning_getattr`` and ``lightning_setattr``; the
-    last one is read. Where ``owners`` are given, the path leads from these objects only.
+    Without a dot it is what Lightning's ``lightning_setattr`` sets; the last value is read, as by
+    ``lightning_getattr``. The methods for the size are those of every :data:`SizePlace`.
+
+    Args:
+        trainer: the Trainer.
+        module: the module.
+        path: the path, such as ``"batch_size"`` or ``"kwargs.batch_size"``.
+        owners: the objects from which it leads; ``None`` for the module and the datamodule.
+
+    Attributes:
+        source: the loaders that get the size after the project has made them; here ``None``,
+            because the project reads the attribute.
     """
 
     trainer: Trainer
     module: LightningModule
     path: str
     owners: tuple[Any, ...] | None = None
+    source = None
+
+    @property
+    def attribute(self) -> ProjectAttribute:
+        """The attribute of a place; ``None`` if the size is in no attribute."""
+        return self
+
+    @property
+    def name(self) -> str:
+        """The name of the size in sentences."""
+        return self.path
+
+    text = name
+    """The place as a plan has it: the path of an attribute, or the call of a hook."""
 
     @property
     def exists(self) -> bool:
+        """Whether the project has this place."""
         return bool(self._holders(self.roots))
 
     @property
     def value(self) -> Any:
         """The value as the project has it now, of any type; ``None`` without one."""
         holders = self._holders(self.roots)
-        return _get(holders[-1], self._name) if holders else None
+        return _get(holders[-1], self._last_name) if holders else None
 
     def set(self, value: Any) -> None:
         """Set the value everywhere, but not in the hyperparameters that Lightning logs."""
         for holder in self._holders(self.roots):
-            _set(holder, self._name, value)
+            _set(holder, self._last_name, value)
+
+    def write(self, batch_size: int) -> None:
+        """Set the size.
+
+        Raises:
+            ValueError: if it cannot be set.
+        """
+        try:
+            self.set(batch_size)
+        # A setter or a read-only configuration may raise any exception.
+        except Exception as error:
+            raise SizeNotFollowedError(
+                f"`{self.name}` must be an attribute that can be set, got {type(error).__name__}:"
+                f" {error}"
+            ) from error
+        if self.exists and (actual := self.value) != batch_size:
+            raise ValueError(
+                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to"
+                f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
+            )
 
     def set_logged(self, value: Any) -> None:
         """Set the value in the copy of the hyperparameters that Lightning logs."""
         for holder in self._holders(self._logged):
-            _set(holder, self._name, value)
+            _set(holder, self._last_name, value)
 
     def without(self, params: Any) -> dict[str, Any]:
         """Hyperparameters without the one that leads to the value."""
@@ -73,14 +122,14 @@ class ProjectAttribute:
                 owner._hparams_initial = AttributeDict(self.without(logged))
 
     def restorer(self) -> Callable[[], None]:
-        """Record the value of each place; returns a function that restores them."""
+        """Record the size; returns a function that restores it."""
         undo = ExitStack()
         for holder in self._holders(self.roots + self._logged):
-            undo.callback(_set, holder, self._name, _get(holder, self._name))
+            undo.callback(_set, holder, self._last_name, _get(holder, self._last_name))
         return undo.close
 
     @property
-    def _name(self) -> str:
+    def _last_name(self) -> str:
         return self.path.rpartition(".")[2]
 
     @property
@@ -103,7 +152,7 @@ class ProjectAttribute:
         """The objects or dicts at the end of the path from these, which have the value."""
         for part in self.path.split(".")[:-1]:
             holders = [_get(holder, part) for holder in holders if _has(holder, part)]
-        return [holder for holder in holders if _has(holder, self._name)]
+        return [holder for holder in holders if _has(holder, self._last_name)]
 
 
 @dataclass(eq=False)
@@ -173,74 +222,24 @@ def _set_for_lightning(loader: DataLoader[Any], batch_size: int) -> None:
             attributes.update(__pl_saved_args=arguments, __pl_saved_kwargs=keywords)
 
 
-class SizeNotFollowedError(ValueError):
-    """The loaders do not follow the size at this place, but may do so at another one."""
-
-
 @dataclass(frozen=True)
-class InAttribute:
-    """An attribute that the project reads when it makes its loaders.
+class InPassedLoaders:
+    """The loaders that were passed, and the attribute with the size if there is one.
 
     Args:
         attribute: the attribute, which may not exist.
+        source: the loaders.
     """
 
     attribute: ProjectAttribute
+    source: DataSource
+    exists = True
 
     @property
     def name(self) -> str:
-        """The name of the size in sentences."""
-        return self.attribute.path
+        return self.attribute.name
 
     text = name
-    """The place as a plan has it: the path of an attribute, or the call of a hook."""
-
-    @property
-    def exists(self) -> bool:
-        """Whether the project has this place."""
-        return self.attribute.exists
-
-    @property
-    def value(self) -> object:
-        """The value as the project has it now, of any type; ``None`` without one."""
-        return self.attribute.value
-
-    def write(self, batch_size: int) -> None:
-        """Set the size.
-
-        Raises:
-            ValueError: if it cannot be set.
-        """
-        try:
-            self.attribute.set(batch_size)
-        # A setter or a read-only configuration may raise any exception.
-        except Exception as error:
-            raise SizeNotFollowedError(
-                f"`{self.name}` must be an attribute that can be set, got {type(error).__name__}:"
-                f" {error}"
-            ) from error
-        attribute = self.attribute
-        if attribute.exists and (actual := attribute.value) != batch_size:
-            raise ValueError(
-                f"`{self.name}` must keep the value it is set to, got {actual} after it was set to"
-                f" {batch_size}. Remove the limit, or pass max_batch_size={actual}."
-            )
-
-    def restorer(self) -> Callable[[], None]:
-        """Record the size; returns a function that restores it."""
-        return self.attribute.restorer()
-
-    def sets_loaders_of(self, source: DataSource) -> bool:
-        """Whether the loaders of this origin get the size after the project has made them."""
-        return False
-
-
-@dataclass(frozen=True)
-class InPassedLoaders(InAttribute):
-    """The loaders that were passed, and the attribute with the size if there is one."""
-
-    source: DataSource
-    exists = True
 
     @property
     def value(self) -> object:
@@ -253,16 +252,13 @@ class InPassedLoaders(InAttribute):
         check_one_size([size for size in sizes if size], self.source.hook, self.name)
         for loader in loaders:
             set_loader_batch_size(loader, batch_size)
-        super().write(batch_size)
+        self.attribute.write(batch_size)
 
     def restorer(self) -> Callable[[], None]:
         undo = ExitStack()
-        undo.callback(super().restorer())
+        undo.callback(self.attribute.restorer())
         undo.callback(keep_sizes(self.source.passed_loaders()))
         return undo.close
-
-    def sets_loaders_of(self, source: DataSource) -> bool:
-        return source is self.source
 
 
 @dataclass(frozen=True)
@@ -300,17 +296,14 @@ class InHook:
             return partial(self._attributes.__setitem__, name, self._attributes[name])
         return partial(self._attributes.pop, name, None)
 
-    def sets_loaders_of(self, source: DataSource) -> bool:
-        return source is self.source
-
     @property
     def _attributes(self) -> dict[str, Any]:
         attributes: dict[str, Any] = vars(self.source.owner)
         return attributes
 
 
-SizePlace = InAttribute | InHook
-"""One place of the batch size. Both have the same methods."""
+SizePlace = ProjectAttribute | InPassedLoaders | InHook
+"""One place of the batch size. All have the same methods."""
 
 
 def check_one_size(sizes: Sequence[int], hook: str, name: str) -> None:

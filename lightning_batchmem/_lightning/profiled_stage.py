@@ -23,7 +23,7 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.tensors import samples_in
 
 # The folders of Trainers without loggers.
-_OWN_LOG_DIRS: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+_LOG_DIRS: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 
 _LOADERS = "The batch size of the loaders"
 
@@ -157,8 +157,8 @@ class WatchedCalls:
 
     Args:
         trainer: the Trainer, in the stage.
-        on_own: called before the batches of the stage are requested.
-        on_validation: called before those of an evaluation within the training.
+        on_request: called before the batches of the stage are requested.
+        on_validation_request: called before batches of an evaluation in the training are requested.
         after_step: called before an evaluation within the training, the end of an epoch, and the
             making of a checkpoint.
         at_end: called when the work of a batch has ended, before the hooks that follow.
@@ -167,24 +167,24 @@ class WatchedCalls:
     def __init__(
         self,
         trainer: Trainer,
-        on_own: Callable[[], object],
-        on_validation: Callable[[], object],
+        on_request: Callable[[], object],
+        on_validation_request: Callable[[], object],
         after_step: Callable[[], object],
         at_end: Callable[[], object],
     ) -> None:
         loop = stage_loop(trainer)
-        own_loop = loop.epoch_loop if trainer.training else loop
-        self._fetchers = {own_loop: loop._data_fetcher}
+        batch_loop = loop.epoch_loop if trainer.training else loop
+        self._fetchers = {batch_loop: loop._data_fetcher}
         calls = [
-            (own_loop, "_on_before_fetch", on_own),
-            (own_loop.batch_progress, "increment_processed", at_end),
+            (batch_loop, "_on_before_fetch", on_request),
+            (batch_loop.batch_progress, "increment_processed", at_end),
             (trainer, "save_checkpoint", after_step),
         ]
         if trainer.training:
-            val_loop = own_loop.val_loop
+            val_loop = batch_loop.val_loop
             self._fetchers[val_loop] = val_loop._data_fetcher
             calls += [
-                (val_loop, "_on_before_fetch", on_validation),
+                (val_loop, "_on_before_fetch", on_validation_request),
                 (val_loop.batch_progress, "increment_processed", at_end),
                 (loop, "on_advance_end", after_step),
                 (val_loop, "run", after_step),
@@ -218,9 +218,9 @@ def log_dir_of(trainer: Trainer) -> str | None:
     with replaced(trainer.strategy, broadcast=lambda value, src=0: value):
         log_dir = value_or_none("The log directory", lambda: _path_text(trainer.log_dir))
     if not trainer.loggers and log_dir and "://" not in log_dir:
-        if trainer not in _OWN_LOG_DIRS:
-            _OWN_LOG_DIRS[trainer] = _next_version(Path(log_dir) / "lightning_batchmem_logs")
-        log_dir = str(_OWN_LOG_DIRS[trainer])
+        if trainer not in _LOG_DIRS:
+            _LOG_DIRS[trainer] = _next_version(Path(log_dir) / "lightning_batchmem_logs")
+        log_dir = str(_LOG_DIRS[trainer])
     return trainer.strategy.broadcast(log_dir)
 
 
@@ -231,10 +231,7 @@ def _next_version(logs: Path) -> Path:
 
 def _path_text(path: Any) -> str | None:
     # Some loggers have a Path, and a mock of a logger has a mock.
-    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
-    if "\0" in text:
-        raise ValueError("a path cannot have a null character")
-    return text or None
+    return os.fsdecode(path) or None if isinstance(path, str | bytes | os.PathLike) else None
 
 
 def logging_step(trainer: Trainer) -> int:

@@ -198,7 +198,7 @@ class TrainerProgram(Program):
             return None
         self.restart(batch_size)
         callback = self._clean_start.search_callback
-        callback.keep_losses()
+        callback.record_losses()
         with self.without_synchronization():
             training.begin(batch_size)
             try:

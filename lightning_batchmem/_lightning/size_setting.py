@@ -23,7 +23,6 @@ from lightning_batchmem._lightning.data_source import (
     stage_loaders,
 )
 from lightning_batchmem._lightning.places import (
-    InAttribute,
     InHook,
     InPassedLoaders,
     ProjectAttribute,
@@ -53,13 +52,13 @@ def batch_size_setting(
 ) -> BatchSizeSetting:
     """The setting of a stage: the attribute at ``path``, or the loaders that were passed."""
     attribute = ProjectAttribute(trainer, module, path)
-    place: SizePlace = InAttribute(attribute)
+    place: SizePlace = attribute
     if source.passed and is_budget:
         # Loaders that exist already do not read an attribute of the module.
         owners = [
             owner for loader in source.passed_loaders() for owner in _owners_of_budget(loader)
         ]
-        place = InAttribute(replace(attribute, owners=tuple(owners)))
+        place = replace(attribute, owners=tuple(owners))
     elif source.passed:
         place = InPassedLoaders(attribute, source)
     return BatchSizeSetting(trainer, module, source, place, is_budget).in_place(place)
@@ -89,6 +88,11 @@ class BatchSizeSetting:
     @property
     def name(self) -> str:
         return self.place.name
+
+    @property
+    def sets_loaders(self) -> bool:
+        """Whether the loaders get the size after the project has made them."""
+        return self.place.source is self.source
 
     @property
     def owners(self) -> list[Any]:
@@ -130,7 +134,7 @@ class BatchSizeSetting:
         attribute = ProjectAttribute(self.trainer, self.module, text)
         # Other owners may use the name for something else.
         of_owner = replace(attribute, owners=(self.source.owner,))
-        return self.in_place(InAttribute(of_owner if of_owner.exists else attribute))
+        return self.in_place(of_owner if of_owner.exists else attribute)
 
     def in_place(self, place: SizePlace) -> BatchSizeSetting:
         """The setting at a place whose size a search has not set yet."""
@@ -187,7 +191,7 @@ class BatchSizeSetting:
         sizes = self._sizes(combined)
         if keeps_sizes:
             follows = [False] * len(sizes)
-        elif self.place.sets_loaders_of(self.source):
+        elif self.sets_loaders:
             self._check_loaders_that_were_set(batch_size)
             follows = [True] * len(sizes)
         else:
@@ -217,14 +221,14 @@ class BatchSizeSetting:
         The prediction is that of ``loaders``.
         """
         self._check_sizes(batch_size, self.sizes_at(batch_size), loaders)
-        if self.place.sets_loaders_of(self.source):
+        if self.sets_loaders:
             for loader in self.source.request().flattened:
                 check_batch_sampler(loader)
 
     def check_samples(self, batches: ProbeBatches) -> None:
         """Raise a ValueError if loaders that get the size make batches of ready batches."""
         # With a larger size the project itself collates several samples of the data set.
-        if self.project_size == 1 and self.place.sets_loaders_of(self.source):
+        if self.project_size == 1 and self.sets_loaders:
             check_batch_of_one(batches.batch(1)[0], self.source.hook)
 
     def sizes_at(self, batch_size: int) -> list[int]:

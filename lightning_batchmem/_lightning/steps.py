@@ -331,7 +331,7 @@ class SearchCallback(Callback):
 
     Attributes:
         largest_batch_bytes: bytes of the largest training batch so far, as the module gets it.
-        losses: the losses that were kept, as Lightning divides them under accumulation.
+        losses: the recorded losses, as Lightning divides them under accumulation.
     """
 
     def __init__(self, phases: PhasePeaks) -> None:
@@ -339,8 +339,8 @@ class SearchCallback(Callback):
         self.largest_batch_bytes = 0
         self.losses: list[Tensor] | None = None
 
-    def keep_losses(self) -> None:
-        """Keep each further loss, which takes memory of a step."""
+    def record_losses(self) -> None:
+        """Record each further loss, which takes memory of a step."""
         self.losses = []
 
     def on_train_batch_start(

@@ -234,7 +234,7 @@ def is_of_lightning(owner: object, method: str) -> bool:
     )
 
 
-def has_own_hook(owner: object, *beginnings: str) -> bool:
+def has_hook_of_user(owner: object, *beginnings: str) -> bool:
     """Whether a callback or a module has a hook of the user whose name begins so."""
     names = [name for name in dir(Callback) if name.startswith(beginnings)]
     return not all(is_of_lightning(owner, name) for name in names)
@@ -261,7 +261,7 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
 def idle_callbacks_note(trainer: Trainer) -> str:
     """A sentence about callbacks that may keep tensors, and do nothing in a search."""
     hooks = ("on_train", "on_validation", "on_before", "on_after")
-    names = [type(one).__name__ for one in callbacks_of(trainer) if has_own_hook(one, *hooks)]
+    names = [type(one).__name__ for one in callbacks_of(trainer) if has_hook_of_user(one, *hooks)]
     if not names:
         return ""
     return (

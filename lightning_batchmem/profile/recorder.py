@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.profiled_stage import BatchSamples, PlacedBatch
-from lightning_batchmem._lightning.trainer_state import callbacks_of, has_own_hook
+from lightning_batchmem._lightning.trainer_state import callbacks_of, has_hook_of_user
 from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
@@ -188,7 +188,7 @@ class StepRecorder:
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
         self._has_hooks = any(
-            has_own_hook(one, *_HOOKS_OF_BATCHES) for one in (*callbacks_of(trainer), module)
+            has_hook_of_user(one, *_HOOKS_OF_BATCHES) for one in (*callbacks_of(trainer), module)
         )
         self.memory = StepMemory(device_memory, self._device)
         self._counter = BatchCounter(trainer, options.items_fn)

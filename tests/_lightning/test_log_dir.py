@@ -63,9 +63,8 @@ class Failing(type(Path())):
         raise OSError("no")
 
 
-@pytest.mark.parametrize("directory", [Failing("logs"), "lo\0gs"], ids=["raising", "null"])
-def test_a_log_directory_that_cannot_be_read_is_one_warning(directory):
-    trainer = quiet_trainer(logger=Kept(directory))
+def test_a_log_directory_that_cannot_be_read_is_one_warning():
+    trainer = quiet_trainer(logger=Kept(Failing("logs")))
     with pytest.warns(UserWarning, match="The log directory cannot be read") as caught:
         found = [log_dir_of(trainer) for _ in range(2)]
     assert found == [None, None]
