@@ -25,7 +25,7 @@ from lightning_batchmem._lightning.data_source import (
     stage_source,
     train_source,
 )
-from lightning_batchmem._lightning.finder_run import FinderRun
+from lightning_batchmem._lightning.finder_run import FinderRun, TrainingWatch
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting, batch_size_setting
 from lightning_batchmem._lightning.strategies import check_strategy, warn_of_untested_torch
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
@@ -302,7 +302,12 @@ class BatchFinder(Callback):
             plan = apply_to_training(setting, plan, run.undo)
             self.plan = self._plan_of_fit = plan
             self._plans_of_process.extend((ref(one), plan) for one in setting.owners)
-            run.begin_training(plan, search.watch(plan) if saved_plan is None else None)
+            watch = None
+            if saved_plan is None:
+                # Average samples are smaller than many batches of the training.
+                knows_largest = options.worst_case != "typical"
+                watch = TrainingWatch(search.device_memory, plan, knows_largest_batch=knows_largest)
+            run.begin_training(plan, watch)
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
                 run.undo.enter_context(search.device_memory.limit_enforced(limit_bytes))
@@ -423,7 +428,7 @@ class BatchFinder(Callback):
                 f"BatchFinder cannot search, because {device.type} or its allocator counts"
                 " no peak memory. Set the batch size by hand."
             )
-        search = TrainerSearch(
+        return TrainerSearch(
             trainer,
             device_memory,
             options,
@@ -433,8 +438,6 @@ class BatchFinder(Callback):
             is_simulated=self._is_simulated,
             earlier=earlier,
         )
-        search.warn_of_limit()
-        return search
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:
         if trainer.is_global_zero:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
+from lightning_batchmem._lightning.optimizer_steps import (
+    learning_rate_attribute,
+    learning_rates,
+    optimizer_names,
+    schedule_notes,
+    settings_in_batches,
+)
 from lightning_batchmem._lightning.places import ProjectAttribute
-from lightning_batchmem._lightning.schedules import schedule_notes
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import configure_optimizers_again, wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of, in_every_package, replaced
@@ -28,7 +33,7 @@ from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.recipe import Recipe
+from lightning_batchmem.search.earlier_plan import changes_since
 
 
 def check_training(trainer: Trainer, module: LightningModule, options: SearchOptions) -> None:
@@ -68,61 +73,6 @@ def check_step(module: LightningModule, name: str) -> None:
         )
 
 
-def project_recipe(
-    setting: BatchSizeSetting,
-    options: SearchOptions,
-    learning_rate: float | None,
-    earlier: Plan | None,
-) -> Recipe:
-    """What the optimizer steps of the project are made of, before the first search.
-
-    Args:
-        setting: the batch size of the project, and where it is set.
-        options: the arguments of BatchFinder.
-        learning_rate: that of :func:`learning_rate_to_scale`.
-        earlier: the plan of a fit in this process that has set this size; ``None`` for none.
-
-    Raises:
-        ValueError: if ``lr_scaling`` has no batch size to scale from.
-    """
-    trainer = setting.trainer
-    if setting.project_size is None and (
-        options.lr_scaling is not None or options.objective == "recipe"
-    ):
-        raise ValueError(
-            f"`{setting.name}` must be a positive whole number for lr_scaling and"
-            ' objective="recipe". Set it to the batch size that the learning rate was chosen for.'
-        )
-    recipe = Recipe(
-        batch_size=setting.project_size,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        ranks=trainer.world_size,
-        learning_rates=_learning_rates(trainer),
-        optimizer_names=_optimizer_names(trainer),
-        learning_rate=learning_rate,
-    )
-    if earlier is None or earlier.project_recipe is None:
-        return recipe
-    # What still is as the earlier plan has set it was something else in the project.
-    of_project = {
-        name: getattr(earlier.project_recipe, name)
-        for name in ("batch_size", "accumulate_grad_batches", "learning_rates", "learning_rate")
-        if getattr(recipe, name) == getattr(earlier.recipe, name)
-    }
-    return replace(recipe, **of_project)
-
-
-def learning_rate_to_scale(setting: BatchSizeSetting, options: SearchOptions) -> float | None:
-    """The learning rate of the module; ``None`` without ``lr_scaling``.
-
-    Raises:
-        ValueError: if the module has none.
-    """
-    if options.lr_scaling is None:
-        return None
-    return _learning_rate(_learning_rate_attribute(setting), options.lr_scaling)
-
-
 def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) -> Plan:
     """Apply ``plan`` and configure the optimizers again, as if the size had always been there.
 
@@ -141,13 +91,13 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
     for name, count in plan.recipe.trainer_settings.items():
         setattr(trainer, name, count)
     if plan.learning_rate is not None:
-        attribute = _learning_rate_attribute(setting)
+        attribute = learning_rate_attribute(setting)
         _set_logged(attribute, attribute.value, plan.learning_rate, undo)
         attribute.set(plan.learning_rate)
     discard_train_loader(trainer)
     configure_optimizers_again(trainer)
-    rates = _learning_rates(trainer)
-    recipe = replace(plan.recipe, learning_rates=rates, optimizer_names=_optimizer_names(trainer))
+    rates = learning_rates(trainer)
+    recipe = replace(plan.recipe, learning_rates=rates, optimizer_names=optimizer_names(trainer))
     before = plan.project_recipe
     if before is None:
         return replace(plan, recipe=recipe)
@@ -230,37 +180,6 @@ def _log_hyperparams(
         )
 
 
-def settings_in_batches(
-    trainer: Trainer,
-    ratio: Fraction,
-    batches_in_epoch: float,
-    *,
-    follows_validation: bool,
-) -> dict[str, int]:
-    """The settings of the Trainer that count batches, where they go with another accumulation.
-
-    Args:
-        trainer: the Trainer, before the plan is applied.
-        ratio: by how much more batches make an optimizer step in the training.
-        batches_in_epoch: batches of an epoch in the training.
-        follows_validation: whether the batches of the validation have the batch size too.
-    """
-    names = ["limit_train_batches", "val_check_interval"]
-    names += ["limit_val_batches"] * follows_validation
-    settings = {}
-    for name in names:
-        # A Trainer that validates by time, as lightning 2.6 can, does not have each of them.
-        count = getattr(trainer, name, None)
-        if not (isinstance(count, int) and count):
-            continue
-        settings[name] = math.ceil(count * ratio)
-    is_in_epoch = trainer.check_val_every_n_epoch is not None
-    if "val_check_interval" in settings and is_in_epoch and batches_in_epoch >= 1:
-        # A longer interval is an error in Lightning.
-        settings["val_check_interval"] = int(min(settings["val_check_interval"], batches_in_epoch))
-    return {name: count for name, count in settings.items() if count != getattr(trainer, name)}
-
-
 def start_without_search(trainer: Trainer, snapshot: ProjectSnapshot) -> None:
     """Let the training start as without a search, after one that has failed."""
     snapshot.restore_or_warn()
@@ -269,34 +188,88 @@ def start_without_search(trainer: Trainer, snapshot: ProjectSnapshot) -> None:
     configure_optimizers_again(trainer)
 
 
-def _learning_rate_attribute(setting: BatchSizeSetting) -> ProjectAttribute:
-    rate = ProjectAttribute(setting.trainer, setting.module, "lr")
-    # Lightning's LearningRateFinder uses the same order.
-    return rate if rate.exists else replace(rate, path="learning_rate")
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """The plan in the state of a BatchFinder.
 
+    Args:
+        plan: the plan.
+        limit_bytes: the limit now, of the rank with the least.
+        changes: how device and limit differ from those of the plan.
+    """
 
-def _learning_rate(attribute: ProjectAttribute, scaling: str) -> float:
-    value = attribute.value
-    if not attribute.exists:
-        raise ValueError(
-            "lr_scaling must be None for a module without `lr` or `learning_rate`, got"
-            f" {scaling!r}. Add one and use it in configure_optimizers."
+    plan: Plan
+    limit_bytes: int
+    changes: list[str]
+
+    def continued(self, trainer: Trainer, target_batch_size: int | None) -> Plan:
+        """The plan for the ranks of this Trainer; a warning has all changes."""
+        plan = self.plan
+        settings = plan.recipe.trainer_settings
+        batch_size = plan.batch_size
+        ranks = trainer.world_size
+        accumulate = trainer.accumulate_grad_batches
+        before = plan.project_recipe or plan.recipe
+        has_changed = plan.accumulate_grad_batches != before.accumulate_grad_batches
+        is_kept = has_changed and target_batch_size is None
+        if target_batch_size is not None or has_changed:
+            # An optimizer step has as nearly the same samples as whole batches allow.
+            accumulate = max(1, round(plan.accumulate_grad_batches * plan.ranks / ranks))
+        ratio = Fraction(accumulate, before.batches_of_step) if is_kept else Fraction(1)
+        text = f"BatchFinder continues with batch size {batch_size} of the checkpoint"
+        if self.changes:
+            rank_zero_warn(
+                f"{text}, although {', and '.join(self.changes)}. search_on_resume=True searches"
+                " again."
+            )
+        else:
+            rank_zero_info(text)
+        recipe = replace(
+            plan.recipe,
+            batch_size=batch_size,
+            accumulate_grad_batches=accumulate,
+            ranks=ranks,
+            effective_batch_size=batch_size * accumulate * ranks,
+            # The Trainer may have other limits than that of the checkpoint.
+            trainer_settings=settings_in_batches(
+                trainer,
+                ratio,
+                # The length of an epoch is not known, but it has at least as many batches.
+                max(
+                    settings.get("val_check_interval", 0),
+                    int((getattr(trainer, "val_check_interval", 0) - 1) * ratio) + 1,
+                ),
+                follows_validation="limit_val_batches" in settings,
+            ),
         )
-    if not isinstance(value, Real) or isinstance(value, bool):
+        return replace(plan, recipe=recipe)
+
+
+def plan_to_continue(
+    state: dict[str, Any], devices_and_limits: Sequence[tuple[str, int]], *, may_search_again: bool
+) -> CheckpointPlan | None:
+    """The plan of a checkpoint; ``None`` if it belongs to another device and may be replaced.
+
+    Args:
+        state: the state of a BatchFinder.
+        devices_and_limits: the device of each rank, and its limit in bytes.
+        may_search_again: whether another device or limit is a reason for a new search.
+
+    Raises:
+        ValueError: if the plan is damaged.
+    """
+    try:
+        plan = Plan.from_json(json.dumps(state["plan"]))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`{attribute.path}` must be a number for lr_scaling, got {value!r:.80} of"
-            f" {type(value).__name__}"
-        )
-    return float(value)
-
-
-def _learning_rates(trainer: Trainer) -> tuple[float, ...]:
-    """The different learning rates of the optimizers, before a schedule has changed them."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    rates = [group.get("initial_lr", group.get("lr")) for group in groups]
-    # A rate may be a tensor, or None where an optimizer has its own schedule.
-    return tuple(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, Real | Tensor)))
-
-
-def _optimizer_names(trainer: Trainer) -> tuple[str, ...]:
-    return tuple(type(optimizer).__name__ for optimizer in trainer.optimizers)
+            f"the plan of BatchFinder in the checkpoint cannot be read ({error})."
+            " search_on_resume=True searches again."
+        ) from error
+    # One rank may differ, and the limit in a plan is that of the rank with the least.
+    devices, limits_bytes = zip(*devices_and_limits, strict=True)
+    limit_bytes = min(limits_bytes)
+    changes = changes_since(plan, devices[0], limit_bytes)
+    if may_search_again and changes:
+        rank_zero_info(f"BatchFinder searches again: {', and '.join(changes)}")
+        return None
+    return CheckpointPlan(plan, limit_bytes, changes)

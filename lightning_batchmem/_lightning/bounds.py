@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import cast
 
 from lightning.pytorch import Trainer
@@ -19,7 +18,7 @@ from lightning_batchmem.plan.options import (
     SearchOptions,
 )
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.recipe import RAISED_RATIO, Epoch
+from lightning_batchmem.plan.recipe import RAISED_RATIO
 from lightning_batchmem.plan.records import Bound, SizeLimit
 from lightning_batchmem.plan.sizes import largest_where
 
@@ -43,42 +42,11 @@ def why_not_accumulate(trainer: Trainer, loaders: StageLoaders, *, is_budget: bo
     return ""
 
 
-def num_steps(
-    trainer: Trainer, batches_in_epoch: float, accumulate_grad_batches: int
-) -> int | None:
-    """Optimizer steps of the whole training; batches where the project steps its optimizers.
-
-    ``None`` where their number is not known.
-    """
-    steps: float = math.inf
-    max_epochs = trainer.max_epochs
-    if max_epochs is not None and max_epochs >= 0:
-        in_epoch = batches_in_epoch
-        if steps_are_batches(trainer) and math.isfinite(batches_in_epoch):
-            in_epoch = math.ceil(batches_in_epoch / accumulate_grad_batches)
-        steps = in_epoch * max(1, max_epochs - trainer.current_epoch)
-    if trainer.max_steps > 0 and steps_are_batches(trainer):
-        steps = min(steps, trainer.max_steps)
-    return int(steps) if math.isfinite(steps) else None
-
-
 def limited_batches(batches: float, limit_batches: int | float) -> float:
     """Number of batches of an epoch under Lightning's ``limit_*_batches``."""
     if isinstance(limit_batches, int):
         return min(batches, limit_batches)
     return batches if math.isinf(batches) else int(batches * limit_batches)
-
-
-def epoch_at(trainer: Trainer, loaders: StageLoaders, batch_size: int, ratio: Fraction) -> Epoch:
-    """An epoch of the training on this rank at a batch size, under ``limit_train_batches``.
-
-    A limit that is a number of batches is multiplied by the ratio.
-    """
-    limit = trainer.limit_train_batches
-    if isinstance(limit, int):
-        limit = math.ceil(limit * ratio)
-    batches = limited_batches(loaders.batches(batch_size), limit)
-    return Epoch(batches, min(loaders.samples(batch_size), batches * batch_size))
 
 
 def reached_samples(trainer: Trainer, stage: str, largest_size: int, info: LoaderInfo) -> float:

@@ -5,57 +5,59 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.apply import (
+from lightning_batchmem._lightning.apply import CheckpointPlan, plan_to_continue
+from lightning_batchmem._lightning.bounds import reached_samples
+from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
+from lightning_batchmem._lightning.data_source import (
+    stage_loop,
+    validation_loop,
+    validation_source,
+)
+from lightning_batchmem._lightning.errors import note_of_retry, noted_errors
+from lightning_batchmem._lightning.optimizer_steps import (
     learning_rate_to_scale,
     project_recipe,
-    settings_in_batches,
+    with_recipe,
 )
-from lightning_batchmem._lightning.bounds import (
-    epoch_at,
-    num_steps,
-    steps_are_batches,
-)
-from lightning_batchmem._lightning.checkpoint_plan import CheckpointPlan, plan_to_continue
-from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
-from lightning_batchmem._lightning.errors import note_of_retry, noted_errors
+from lightning_batchmem._lightning.place_search import find_place
 from lightning_batchmem._lightning.places import SizeNotFollowedError
-from lightning_batchmem._lightning.program import TrainerProgram
-from lightning_batchmem._lightning.program_maker import ProgramMaker
-from lightning_batchmem._lightning.schedules import accumulation_note
+from lightning_batchmem._lightning.program import (
+    EvaluationProgram,
+    TrainingProgram,
+    from_smallest_budget,
+)
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
+from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
 from lightning_batchmem._lightning.trainer_state import idle_callbacks_note, weight_average_bytes
 from lightning_batchmem._lightning.training_state import Later, TrainingState
-from lightning_batchmem._lightning.training_watch import TrainingWatch
 from lightning_batchmem.batches.loaders import StageLoaders
+from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note
-from lightning_batchmem.plan.learning_rate import learning_rate_factor
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.recipe import (
-    Epoch,
-    Recipe,
-    longer_search_note,
-    rounded_step_note,
-)
-from lightning_batchmem.plan.records import mib
+from lightning_batchmem.plan.recipe import Recipe, longer_search_note
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import BatchSizeSearch
+
+# Loaders are requested at this size first. Small even sizes are constants in many projects, so a
+# request at one of them would not show whether a loader follows.
+_FIRST_REQUEST = 13
 
 _START_TEXT_SIMULATED = "BatchFinder: searching on a simulated GPU"
 
@@ -72,7 +74,7 @@ class FoundPlan:
 
     plan: Plan
     setting: BatchSizeSetting
-    program: TrainerProgram | None
+    program: TrainingProgram | None
 
 
 @dataclass(eq=False)
@@ -118,14 +120,8 @@ class TrainerSearch:
             later_bytes,
         )
         self._device = device_name(trainer.strategy.root_device)
-
-    def warn_of_limit(self) -> None:
-        """Warn of a ``memory_limit`` that the device cannot provide."""
-        if self._room.is_exceeded_by_option():
-            rank_zero_warn(
-                f"memory_limit={self.options.memory_limit!r} is more than the GPU can provide,"
-                f" {mib(self._room.provided_bytes())}."
-            )
+        if warning := self._room.warning:
+            rank_zero_warn(warning)
 
     def training(
         self,
@@ -178,22 +174,18 @@ class TrainerSearch:
         learning_rate = learning_rate_to_scale(setting, options)
         parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
-            setting, loaders = self._maker(options).find_place(setting, clean_start)
-            before = project_recipe(setting, options, learning_rate, self.earlier)
-            now = self.trainer.accumulate_grad_batches
-            # For a target the limits of the Trainer stay as they are.
-            if options.target_batch_size is not None:
-                now = before.accumulate_grad_batches
-            ratio = Fraction(before.accumulate_grad_batches, now)
-            before, _ = self._in_training(before, loaders, ratio)
-            later = None if found is None else found.program
+            setting, loaders = self._find_place(setting, clean_start, options)
+            before = project_recipe(
+                setting, loaders, options, learning_rate, self.earlier, self.ranks
+            )
             note = ""
             while True:
                 try:
-                    maker = self._maker(options)
-                    program = maker.training(clean_start, setting, loaders, before, state, later)
+                    program, of_search = self._training_program(
+                        clean_start, setting, loaders, before, state, options, found
+                    )
                     with noted_errors(lambda: setting.size, program.batches):
-                        search = self._search_of(program, progress, maker.options, parameters)
+                        search = self._search_of(program, progress, of_search, parameters)
                         plan = (
                             search.run(given_plan) if found is None else search.confirm(found.plan)
                         )
@@ -210,97 +202,133 @@ class TrainerSearch:
                 options = replace(options, min_batch_size=setting.project_size)
                 clean_start.reset_for_loaders()
         plan = plan.with_notes(
-            Note("limit", self._longest_sample_note(plan, setting.project_size, program)),
+            Note("limit", program.longest_sample_note(plan, setting.project_size, self.ranks)),
             Note("search", program.kept_size_note(setting.project_size)),
             Note("search", state.frozen_note),
             Note("search", note),
         )
         return FoundPlan(
-            self._with_recipe(plan, before, program, loaders),
+            with_recipe(plan, before, program, self.options, self.ranks),
             setting,
             None if self.device_memory.is_host else program,
         )
 
-    def _with_recipe(
-        self, plan: Plan, before: Recipe, program: TrainerProgram, loaders: StageLoaders
-    ) -> Plan:
-        """The plan with the optimizer steps of the training, and what cannot go with them."""
-        trainer = self.trainer
-        accumulate = plan.accumulate_grad_batches
-        target = self.options.target_batch_size
-        # Settings that count batches go with the accumulation that keeps the project's own step.
-        now = trainer.accumulate_grad_batches
-        if program.samples_per_step is not None and now == before.accumulate_grad_batches:
-            now = before.batches_of_step
-        ratio = Fraction(1) if target is not None else Fraction(accumulate, now)
-        after, epoch = self._in_training(plan.recipe, loaders, ratio)
-        scaling = self.options.lr_scaling
-        rate = before.learning_rate
-        samples = after.effective_batch_size
-        if scaling and rate is not None and samples and before.effective_batch_size:
-            factor = learning_rate_factor(scaling, samples, before.effective_batch_size)
-            after = replace(after, learning_rate=rate * factor)
-        settings = settings_in_batches(
-            trainer, ratio, epoch.batches, follows_validation=program.follows_validation
-        )
-        missed = rounded_step_note(
-            after,
-            program.samples_per_step,
-            "your own size" if target is None else "target_batch_size",
-            self.options.unit,
-        )
-        of_settings = [
-            Note(
-                "settings",
-                f"{name} is {count:,} instead of {getattr(trainer, name):,}, because it counts"
-                " batches.",
-            )
-            for name, count in settings.items()
-        ]
-        plan = replace(
-            plan, recipe=replace(after, trainer_settings=settings), project_recipe=before
-        )
-        return plan.with_notes(
-            Note("training", missed),
-            Note(
-                "training",
-                accumulation_note(trainer, program.module, loaders, self.options, before, after),
-            ),
-            *of_settings,
-        )
+    def _find_place(
+        self, setting: BatchSizeSetting, clean_start: CleanStart, options: SearchOptions
+    ) -> tuple[BatchSizeSetting, StageLoaders]:
+        """The setting at a place that the training loaders follow, and the loaders.
 
-    def _longest_sample_note(
-        self, plan: Plan, project_size: int | None, program: TrainerProgram
-    ) -> str:
-        """A sentence about a size that the longest samples keep below that of the project."""
-        # The samples of this rank may be others.
-        note = self.ranks.exchange(program.longest_sample_note(plan.batch_size))[0]
-        is_smaller = plan.batch_size < (project_size or 0)
-        return note if is_smaller and plan.limited_by == "memory" else ""
-
-    def _in_training(
-        self, recipe: Recipe, loaders: StageLoaders, ratio: Fraction
-    ) -> tuple[Recipe, Epoch]:
-        """The recipe with its samples and steps, and an epoch on the rank with the least of both.
-
-        Args:
-            recipe: the optimizer steps.
-            loaders: the loaders of the training.
-            ratio: by how much more batches make a step than for the limits of the Trainer.
+        Raises:
+            ValueError: if there is none.
         """
+        if setting.is_budget:
+            budget = setting.project_budget
+            return setting, setting.loaders_for(budget)
+        unit = options.multiple_of or 1
+        largest_size = options.largest_size // unit * unit
+        first_size = options.first_size(self.policy.first_size)
+        size = max(first_size, min(_FIRST_REQUEST * unit, largest_size))
+        return find_place(setting, size, clean_start, self.ranks)
+
+    def _training_program(
+        self,
+        clean_start: CleanStart,
+        setting: BatchSizeSetting,
+        loaders: StageLoaders,
+        before: Recipe,
+        state: TrainingState,
+        options: SearchOptions,
+        found: FoundPlan | None,
+    ) -> tuple[TrainingProgram, SearchOptions]:
+        """The training with its validation, and the options of the search in it."""
         trainer = self.trainer
-        size = recipe.batch_size or 1
-        accumulate = recipe.accumulate_grad_batches
-        of_ranks = self.ranks.exchange(epoch_at(trainer, loaders, size, ratio))
-        batches, samples = zip(*of_ranks, strict=True)
-        epoch = Epoch(min(batches), min(samples))
-        of_step = epoch.samples_of_step(size, accumulate) * recipe.ranks
-        return replace(
-            recipe,
-            effective_batch_size=of_step if recipe.batch_size else None,
-            num_steps=num_steps(trainer, epoch.batches, accumulate),
-            counts_batches=not steps_are_batches(trainer),
-        ), epoch
+        batches = self._batches(loaders, clean_start, options)
+        if setting.is_budget:
+            options = from_smallest_budget(setting, loaders, batches, options, self.ranks)
+        setting.check_samples(batches)
+        first_size = options.first_size(self.policy.first_size)
+        validation = replace(setting, source=validation_source(trainer))
+        evaluation = self._validation_steps(validation, clean_start, options, first_size)
+        if not all(self.ranks.exchange(evaluation is not None)):
+            evaluation = None
+        program = TrainingProgram(
+            clean_start,
+            setting,
+            [setting.source, validation.source],
+            TrainingSteps(
+                trainer,
+                trainer.fit_loop.epoch_loop,
+                loaders,
+                batches,
+                hook_of_epoch=state.begin_epoch,
+            ),
+            evaluation,
+            before,
+            options,
+            self.policy,
+            state,
+            None if found is None else found.program,
+        )
+        with noted_errors(lambda: first_size):
+            program.restart(first_size)
+        return program, options
+
+    def _validation_steps(
+        self,
+        setting: BatchSizeSetting,
+        clean_start: CleanStart,
+        options: SearchOptions,
+        first_size: int,
+    ) -> EvaluationSteps | None:
+        """The steps of validation; ``None`` where there is none, or its loaders cannot be used."""
+        trainer = self.trainer
+        if not trainer.enable_validation or setting.source.is_empty:
+            return None
+        try:
+            loaders = setting.loaders_for(first_size, may_be_fixed=True)
+            batches = self._batches(loaders, clean_start, options)
+            batches.prepare(first_size)
+        except ValueError as error:
+            rank_zero_warn(f"BatchFinder leaves validation out of the search: {error}")
+            return None
+        return EvaluationSteps(trainer, validation_loop(trainer), loaders, batches)
+
+    def _evaluation_program(
+        self, clean_start: CleanStart, setting: BatchSizeSetting
+    ) -> tuple[EvaluationProgram, SearchOptions] | None:
+        """The evaluation, and the options of the search in it; ``None`` if no loader follows."""
+        options = self.options
+        first_size = options.first_size(self.policy.first_size)
+        try:
+            size = setting.project_budget if setting.is_budget else first_size
+            loaders = setting.loaders_for(size, may_be_fixed=True)
+            batches = self._batches(loaders, clean_start, options)
+            if setting.is_budget:
+                options = from_smallest_budget(
+                    setting, loaders, batches, options, self.ranks, may_be_fixed=True
+                )
+            follows = loaders.follows
+        except ValueError as error:
+            # In a training this is an error. This stage may not be meant for BatchFinder.
+            rank_zero_warn(str(error))
+            follows = False
+        if not all(self.ranks.exchange(follows)):
+            return None
+        steps = EvaluationSteps(self.trainer, stage_loop(self.trainer), loaders, batches)
+        return EvaluationProgram(clean_start, setting, steps), options
+
+    def _batches(
+        self, loaders: StageLoaders, clean_start: CleanStart, options: SearchOptions
+    ) -> ProbeBatches:
+        clean_start.restore_collate([info.loader for info in loaders.sized])
+        return ProbeBatches(
+            loaders,
+            options.worst_case,
+            policy=self.policy.reading,
+            largest_size=options.largest_size,
+            room_bytes=self._room.free_bytes(),
+            reached=partial(reached_samples, self.trainer, loaders.stage, options.largest_size),
+        )
 
     def _confirmed(
         self,
@@ -350,12 +378,12 @@ class TrainerSearch:
         """
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
         with self._progress() as progress, clean_start.entered(), each_size_static():
-            maker = self._maker(self.options)
-            program = maker.evaluation(clean_start, setting)
-            if program is None:
+            made = self._evaluation_program(clean_start, setting)
+            if made is None:
                 return None
+            program, options = made
             with noted_errors(lambda: setting.size, program.batches):
-                plan = self._search_of(program, progress, maker.options).run()
+                plan = self._search_of(program, progress, options).run()
         return self._placed(plan, setting)
 
     def plan_in(
@@ -366,12 +394,6 @@ class TrainerSearch:
         return plan_to_continue(
             checkpoint, self.ranks.exchange(device_and_limit), may_search_again=may_search_again
         )
-
-    def watch(self, plan: Plan) -> TrainingWatch:
-        """A watch over the training with the plan of this search."""
-        # Average samples are smaller than many batches of the training.
-        knows_largest_batch = self.options.worst_case != "typical"
-        return TrainingWatch(self.device_memory, plan, knows_largest_batch=knows_largest_batch)
 
     def setting_of_saved(
         self, plan: Plan, setting: BatchSizeSetting, snapshot: ProjectSnapshot
@@ -384,13 +406,12 @@ class TrainerSearch:
         if not plan.place and setting.place.exists:
             return setting
         clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
-        maker = self._maker(self.options)
         with clean_start.entered():
             # The project may have changed since the checkpoint was saved.
             with suppress(SizeNotFollowedError):
-                return maker.find_place(setting.at(plan.place), clean_start)[0]
+                return self._find_place(setting.at(plan.place), clean_start, self.options)[0]
             clean_start.reset_for_loaders()
-            return maker.find_place(setting, clean_start)[0]
+            return self._find_place(setting, clean_start, self.options)[0]
 
     def _progress(self) -> SearchProgress:
         trainer = self.trainer
@@ -399,12 +420,9 @@ class TrainerSearch:
             return SearchProgress(enabled=is_shown, start_text=_START_TEXT_SIMULATED)
         return SearchProgress(enabled=is_shown)
 
-    def _maker(self, options: SearchOptions) -> ProgramMaker:
-        return ProgramMaker(self.trainer, options, self.policy, self.ranks, self._room)
-
     def _search_of(
         self,
-        program: TrainerProgram,
+        program: TrainingProgram | EvaluationProgram,
         progress: SearchProgress,
         options: SearchOptions,
         parameters: str = "",

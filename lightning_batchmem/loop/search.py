@@ -14,7 +14,6 @@ from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
-from lightning_batchmem.plan.records import mib
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import parameters_text, write_missing_plan
 from lightning_batchmem.search.limits import MemoryRoom
@@ -61,12 +60,8 @@ def _searched(
     ranks = loop.ranks
     policy = SearchPolicy()
     room = MemoryRoom(device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host())
-    if room.is_exceeded_by_option() and ranks.rank == 0:
-        warnings.warn(
-            f"memory_limit={options.memory_limit!r} is more than the GPU can provide,"
-            f" {mib(room.provided_bytes())}.",
-            stacklevel=2,
-        )
+    if room.warning and ranks.rank == 0:
+        warnings.warn(room.warning, stacklevel=2)
     program = LoopProgram(loop, device_memory, options.multiple_of or 1)
     with (
         SearchProgress(enabled=ranks.rank == 0) as progress,

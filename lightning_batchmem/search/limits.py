@@ -83,13 +83,20 @@ class MemoryRoom:
         host = self.host_memory()
         return (host.available_bytes() - host.current().allocated_bytes) // self.ranks_on_host
 
-    def is_exceeded_by_option(self) -> bool:
-        """Whether ``memory_limit`` is more than a device can provide."""
-        if self.device.is_host:
-            # A higher limit is the way to a larger size there.
-            return False
+    @property
+    def warning(self) -> str:
+        """A sentence about a ``memory_limit`` that the device cannot provide; empty otherwise."""
         provided_bytes = self.provided_bytes()
-        return parse_memory_limit(self.memory_limit, provided_bytes) > provided_bytes
+        # On a CPU a higher limit is the way to a larger size.
+        if (
+            self.device.is_host
+            or parse_memory_limit(self.memory_limit, provided_bytes) <= provided_bytes
+        ):
+            return ""
+        return (
+            f"memory_limit={self.memory_limit!r} is more than the GPU can provide,"
+            f" {mib(provided_bytes)}."
+        )
 
     def limit_bytes(self) -> int:
         """The limit of this rank: ``memory_limit``, and on a device at most a share of it."""

@@ -122,8 +122,8 @@ class Program:
             placeholder.
         step_samples: samples of an optimizer step of the project on a rank, which accumulation may
             keep; ``None`` if the search may not choose how many batches a step has.
-        later: the program in a later state of the training, where this one is in the first state;
-            ``None`` for none. Its restarts keep the caches of the device.
+        rehearsed_after: the program in a later state of the training, which each rehearsal of this
+            one runs too; ``None`` for none. Its restarts keep the caches of the device.
     """
 
     phases: PhasePeaks
@@ -137,7 +137,7 @@ class Program:
     accumulate_grad_batches = 1
     project_batch_size: int | None = None
     step_samples: int | None = None
-    later: Program | None = None
+    rehearsed_after: Program | None = None
 
     @property
     def primary(self) -> Steps:

@@ -329,15 +329,14 @@ class BatchSizeSearch:
 
     def _with_later_state(self, own_trial: Trial) -> Trial:
         """The worst of a rehearsal and one in the later state, with what the first leaves."""
-        later = self._program.later
+        program = self._program.rehearsed_after
         # A later state may run out of memory that the first one has fragmented.
-        if later is None or not self._limits.catches_errors:
+        if program is None or not self._limits.catches_errors:
             return own_trial
         outcomes = self._ranks.exchange(own_trial.outcome)
         if any(outcome != "ok" for outcome in outcomes):
             return own_trial
-        runner = self._runner_of(later)
-        later_trial = runner.run("rehearsal", own_trial.batch_size, self._limits)
+        later_trial = self._runner_of(program).run("rehearsal", own_trial.batch_size, self._limits)
         return Trial.worst_of([own_trial, later_trial])
 
     def _find_collectives(self, batch_size: int) -> None:

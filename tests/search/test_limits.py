@@ -39,8 +39,8 @@ def test_a_share_of_the_device_stays_free(fake_device):
     assert budget_of(device, memory_limit=500).limit_bytes() == 500
     assert budget_of(device, memory_limit=0.5).limit_bytes() == 500
     assert budget_of(device, later_bytes=50).usable_bytes() == 900
-    assert not budget_of(device, memory_limit=1000).is_exceeded_by_option()
-    assert budget_of(device, memory_limit=1001).is_exceeded_by_option()
+    assert budget_of(device, memory_limit=1000).warning == ""
+    assert budget_of(device, memory_limit=1001).warning.startswith("memory_limit=1001 is more")
     device.as_host()
     assert budget_of(device).limit_bytes() == 1000
     assert budget_of(device).free_bytes() == 800
