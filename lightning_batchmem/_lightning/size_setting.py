@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
@@ -216,11 +216,17 @@ class BatchSizeSetting:
         return stage_loaders(combined, infos, self.source.hook)
 
     def check_loaders(self, batch_size: int, loaders: StageLoaders) -> None:
-        """Raise a ValueError unless new loaders have the predicted sizes at ``batch_size``.
-
-        The prediction is that of ``loaders``.
-        """
-        self._check_sizes(batch_size, self.sizes_at(batch_size), loaders)
+        """Raise a ValueError unless new loaders have the sizes that ``loaders`` predict."""
+        actual = self.sizes_at(batch_size)
+        sized = [loader for loader in loaders.sized if isinstance(loader, LoaderInfo)]
+        expected = [loader.size_at(batch_size) for loader in sized]
+        if actual != expected:
+            raise ValueError(
+                f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch"
+                f" sizes {_listed(actual)} instead of {_listed(expected)} after it was set to"
+                f" {batch_size}. Build them with `{self.name}` itself, and limit the size with"
+                " max_batch_size."
+            )
         if self.sets_loaders:
             for loader in self.source.request().flattened:
                 check_batch_sampler(loader)
@@ -287,17 +293,6 @@ class BatchSizeSetting:
                         f" size {made_size} after it was set to {size}"
                     )
 
-    def _check_sizes(self, batch_size: int, actual: list[int], loaders: StageLoaders) -> None:
-        sized = [loader for loader in loaders.sized if isinstance(loader, LoaderInfo)]
-        expected = [loader.size_at(batch_size) for loader in sized]
-        if actual != expected:
-            raise ValueError(
-                f"{self.source.hook} must follow `{self.name}` at every size, got loaders of batch"
-                f" sizes {_listed(actual)} instead of {_listed(expected)} after it was set to"
-                f" {batch_size}. Build them with `{self.name}` itself, and limit the size with"
-                " max_batch_size."
-            )
-
     def _loaders_with_budget(
         self, combined: CombinedLoader, budget: int, *, may_be_fixed: bool, keeps_budget: bool
     ) -> StageLoaders:
@@ -312,8 +307,10 @@ class BatchSizeSetting:
                         f" replace {type(loader.batch_sampler).__name__}, which forms its own"
                         " batches. Divide the data among the ranks there."
                     )
-                at_budget = self._at_own_budget if keeps_budget else self._at_budget
-                infos.append(BudgetLoader(loader, partial(at_budget, index), not keeps_budget))
+                if keeps_budget:
+                    infos.append(BudgetLoader(loader, partial(_at_any_budget, loader), False))
+                else:
+                    infos.append(BudgetLoader(loader, partial(self._at_budget, index)))
             else:
                 size = self._size_of(loader)
                 infos.append(LoaderInfo(single_samples(loader), size, None, replicas))
@@ -348,11 +345,6 @@ class BatchSizeSetting:
             self.write(budget)
             yield self.source.request().flattened[index]
 
-    @contextmanager
-    def _at_own_budget(self, index: int, budget: int) -> Iterator[DataLoader[Any]]:
-        """Give the loader at this place, which keeps its budget."""
-        yield self.source.request().flattened[index]
-
     def _sizes(self, combined: CombinedLoader) -> list[int]:
         """The batch sizes of loaders, without those that form their own batches in a budget."""
         return [
@@ -374,6 +366,11 @@ class BatchSizeSetting:
                 " batch_arg_name with budget=True."
             )
         return size
+
+
+def _at_any_budget(loader: DataLoader[Any], _: int) -> AbstractContextManager[DataLoader[Any]]:
+    """A loader that was passed and keeps its budget."""
+    return nullcontext(loader)
 
 
 def _owners_of_budget(loader: DataLoader[Any]) -> list[Any]:
