@@ -1,4 +1,4 @@
-"""Request, attach and discard the dataloaders of a stage, and watch requests for batches.
+"""Request, attach and discard the dataloaders of a stage.
 
 The private names used here are those of lightning 2.5.0 and 2.6.6.
 """
