@@ -124,7 +124,7 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
 def _set_logged(
     attribute: ProjectAttribute | None, before: object, value: float, undo: ExitStack
 ) -> None:
-    """Let the loggers have the new value of a hyperparameter, or both values."""
+    """Log the new value of a hyperparameter, or both values."""
     if attribute is None:
         return
     attribute.set_logged(value)
@@ -134,7 +134,7 @@ def _set_logged(
 
 
 class _Guard(partial[None]):
-    """Takes the place of the method of a logger whose copies have the method itself."""
+    """Takes the place of a method of a logger. A copy of it is the method itself."""
 
     def __reduce__(self) -> Any:
         return partial, self.args[:1]
@@ -181,7 +181,7 @@ def _log_hyperparams(
 
 
 def start_without_search(trainer: Trainer, snapshot: ProjectSnapshot) -> None:
-    """Let the training start as without a search, after one that has failed."""
+    """Restore everything after a search that failed, so that the training starts without one."""
     snapshot.restore_or_warn()
     discard_train_loader(trainer)
     wrap_again(trainer)

@@ -83,15 +83,11 @@ class ProjectSnapshot(Snapshot):
         self._warned: set[str] = set()
 
     def add(self, restore: Callable[[], list[str] | None]) -> None:
-        """Call this function too, before everything is restored."""
+        """Call this function too whenever everything is restored."""
         self._restorers.append(restore)
 
-    def restore_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
-        """Restore the sizes of these loaders too, which no attribute leads to."""
-        self._restorers.append(keep_sizes(loaders))
-
     def restore(self) -> list[str]:
-        """Restore everything, with the sizes of loaders; returns what this failed for."""
+        """Restore everything, with the sizes of loaders; returns what could not be restored."""
         failed = [text for restore in self._restorers for text in restore() or ()]
         return [*failed, *super().restore()]
 
@@ -150,7 +146,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def muted_callback(callback: Callback) -> Iterator[None]:
-    """Let the hooks of a callback do nothing in the body."""
+    """Silence the hooks of a callback in the body."""
     hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
     # A progress bar has the last three.
     silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
@@ -160,7 +156,7 @@ def muted_callback(callback: Callback) -> Iterator[None]:
 
 @contextmanager
 def muted_logger(logger: Logger) -> Iterator[None]:
-    """Let the methods of a logger do nothing in the body, and its experiment be read only."""
+    """Silence the methods of a logger in the body; its experiment can be read."""
     kind: Any = type(logger)
     # The class of a mock has no methods.
     methods = {**_silent_methods(Logger), **_silent_methods(kind)}
@@ -178,7 +174,7 @@ def muted_logger(logger: Logger) -> Iterator[None]:
 
 @contextmanager
 def muted_profiler(profiler: Profiler) -> Iterator[None]:
-    """Let a profiler record nothing in the body."""
+    """Silence a profiler in the body."""
     # Lightning calls the last one at every hook.
     methods = {**_silent_methods(Profiler), "profile": PassThroughProfiler().profile}
     with replaced(profiler, **methods):
@@ -303,8 +299,8 @@ class CleanStart:
         _warn_of(snapshot.not_restorable)
 
     def restore_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
-        """Restore the sizes of these loaders too, whenever everything is restored."""
-        self._snapshot.restore_sizes_of(loaders)
+        """Restore the sizes of these loaders too, to which no attribute may lead."""
+        self._snapshot.add(keep_sizes(loaders))
 
     def restore_collate(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Restore what the collate functions of these loaders change too, and warn of the rest."""
@@ -334,7 +330,7 @@ class CleanStart:
         self._device_memory.release_cached()
 
     def reset_for_loaders(self) -> None:
-        """Enter the state again in which loaders are requested."""
+        """Restore everything, and enter the state in which loaders are requested again."""
         self.reset()
         self._prepare()
 
@@ -345,7 +341,7 @@ class CleanStart:
         self._enter()
 
     def reset_with_caches(self) -> None:
-        """The same with the caches of the device, as earlier steps have left them."""
+        """Restore everything and enter the state again, but keep the caches of the device."""
         self._leave()
         # Optimizers of these steps may be part of a cycle.
         gc.collect()
@@ -380,7 +376,7 @@ class CleanStart:
         return {name: value for name, value in attributes if name not in OF_OPTIMIZERS}
 
     def _clear_optimizers(self) -> None:
-        """Clear what a step has made: the optimizers are configured again before the next one.
+        """Clear the states of the optimizers, which are configured again before the next step.
 
         After an error they are not, and a callback may save a checkpoint.
         """

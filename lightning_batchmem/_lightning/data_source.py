@@ -101,7 +101,7 @@ class DataSource:
 
     @property
     def _attributes(self) -> dict[str, Any]:
-        """Those of the owner of a hook."""
+        """The attributes of the owner of a hook."""
         return {} if self.passed else vars(self.owner)
 
     def _combined(self) -> CombinedLoader:
@@ -177,7 +177,7 @@ def attach_loaders(
 
 
 def attach_to_loop(loop: Any, combined: CombinedLoader, *, fetcher: object) -> None:
-    """Give a loop its loaders, and the object that it takes for its fetcher of batches."""
+    """Give a loop its loaders, and an object in the place of its fetcher of batches."""
     loop._combined_loader = combined
     loop._data_fetcher = fetcher
 

@@ -116,7 +116,7 @@ class ProjectAttribute:
         return {name: one for name, one in items.items() if name not in self.path.split(".")}
 
     def drop_logged(self) -> None:
-        """Let Lightning no longer log the hyperparameter that leads to the value."""
+        """Stop Lightning from logging the hyperparameter that leads to the value."""
         for owner in self._owners:
             if logged := _or_empty(owner, "_hparams_initial"):
                 owner._hparams_initial = AttributeDict(self.without(logged))
@@ -149,7 +149,7 @@ class ProjectAttribute:
         return [_or_empty(owner, "_hparams_initial") for owner in self._owners]
 
     def _holders(self, holders: list[Any]) -> list[Any]:
-        """The objects or dicts at the end of the path from these, which have the value."""
+        """The objects or dicts that have the value, at the end of the path from these."""
         for part in self.path.split(".")[:-1]:
             holders = [_get(holder, part) for holder in holders if _has(holder, part)]
         return [holder for holder in holders if _has(holder, self._last_name)]
@@ -307,7 +307,7 @@ SizePlace = ProjectAttribute | InPassedLoaders | InHook
 
 
 def check_one_size(sizes: Sequence[int], hook: str, name: str) -> None:
-    """Raise a ValueError if loaders whose size is set after they were made have several sizes."""
+    """Raise a ValueError if loaders that get the size after they were made have several sizes."""
     if len(distinct := sorted(set(sizes))) > 1:
         raise ValueError(
             f"loaders whose size is set after they were made must have one batch size, got"

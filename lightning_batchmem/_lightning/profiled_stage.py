@@ -193,7 +193,7 @@ class WatchedCalls:
         self._hand_over()
 
     def close(self) -> None:
-        """Call the functions no more."""
+        """Stop calling the functions."""
         for cancel in self._cancels:
             cancel()
         self._hand_over()

@@ -232,7 +232,7 @@ class BatchSizeSetting:
                 check_batch_sampler(loader)
 
     def check_samples(self, batches: ProbeBatches) -> None:
-        """Raise a ValueError if loaders that get the size make batches of ready batches."""
+        """Raise a ValueError if the samples of loaders that get the size are batches already."""
         # With a larger size the project itself collates several samples of the data set.
         if self.project_size == 1 and self.sets_loaders:
             check_batch_of_one(batches.batch(1)[0], self.source.hook)
@@ -243,14 +243,14 @@ class BatchSizeSetting:
         return self._sizes(self.source.request())
 
     def loaders_of_project(self) -> tuple[list[DataLoader[Any]], list[int]]:
-        """Request the loaders, and return them with their batch sizes as they are."""
+        """Request the loaders without setting a size; returns them and their batch sizes."""
         combined = self.source.request()
         return combined.flattened, self._sizes(combined)
 
     def _follows(
         self, sizes: list[int], batch_size: int, *, may_be_fixed: bool, needs_other_size: bool
     ) -> list[bool]:
-        """Whether each loader, of these sizes at ``batch_size``, follows it.
+        """Whether each loader follows the size; at ``batch_size`` they have these ``sizes``.
 
         A second size is set for a moment where the first one does not show this.
         """
@@ -296,7 +296,7 @@ class BatchSizeSetting:
     def _loaders_with_budget(
         self, combined: CombinedLoader, budget: int, *, may_be_fixed: bool, keeps_budget: bool
     ) -> StageLoaders:
-        """The loaders of a stage, of which at least one forms its own batches."""
+        """The loaders of a stage. At least one forms its own batches."""
         infos: list[LoaderInfo | BudgetLoader] = []
         for index, loader in enumerate(combined.flattened):
             replicas = replicas_of(self.trainer, loader)

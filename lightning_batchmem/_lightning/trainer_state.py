@@ -35,7 +35,7 @@ def lightning_name(owner: object, path: str) -> Any:
 
 
 def in_every_package(*paths: str) -> tuple[Any, ...]:
-    """``paths`` in each of the packages that is imported."""
+    """The objects at these paths, in each Lightning package that is imported."""
     packages = [package for package in (_UNIFIED, _STANDALONE) if package in sys.modules]
     return tuple(resolve_name(f"{package}.{path}") for package in packages for path in paths)
 
@@ -71,7 +71,7 @@ class _CallsBefore:
         return getattr(type(self.owner), self.method)(self.owner, *arguments, **keywords)
 
     def remove(self, function: Callable[[], object]) -> None:
-        """Call this function no more, and leave the owner as it was if it was the last one."""
+        """Stop calling this function; after the last one the owner is as it was before."""
         if function in self.functions:
             self.functions.remove(function)
         # A project may have set something else since.
@@ -225,7 +225,7 @@ def stop_progress_bar(trainer: Trainer, module: LightningModule, stage: str) -> 
 
 
 def is_of_lightning(owner: object, method: str) -> bool:
-    """Whether a method of a logger or a callback is one of Lightning, or of this package."""
+    """Whether a method of a logger or a callback was written in Lightning or in this package."""
     found = attributes_of(owner).get(method, getattr(type(owner), method, None))
     return str(getattr(found, "__module__", "")).partition(".")[0] in (
         "lightning",
@@ -235,13 +235,13 @@ def is_of_lightning(owner: object, method: str) -> bool:
 
 
 def has_hook_of_user(owner: object, *beginnings: str) -> bool:
-    """Whether a callback or a module has a hook of the user whose name begins so."""
+    """Whether the user has written a hook of a callback or module with such a beginning."""
     names = [name for name in dir(Callback) if name.startswith(beginnings)]
     return not all(is_of_lightning(owner, name) for name in names)
 
 
 def trains_no_more(trainer: Trainer) -> bool:
-    """Whether a training has no step left: its end was reached before, or is the start."""
+    """Whether a training has no step to run, because it has ended or has none at all."""
     max_epochs = trainer.max_epochs
     if 0 in (max_epochs, trainer.max_steps, trainer.limit_train_batches):
         return True
