@@ -176,12 +176,6 @@ def attach_loaders(
         val_loop.setup_data()
 
 
-def attach_to_loop(loop: Any, combined: CombinedLoader, *, fetcher: object) -> None:
-    """Give a loop its loaders, and an object in the place of its fetcher of batches."""
-    loop._combined_loader = combined
-    loop._data_fetcher = fetcher
-
-
 def has_train_loader(trainer: Trainer) -> bool:
     return trainer.fit_loop._combined_loader is not None
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_batchmem._lightning.bounds import limited_batches
-from lightning_batchmem._lightning.data_source import attach_to_loop
 from lightning_batchmem._lightning.trainer_state import (
     accumulates,
     call_module_hook,
@@ -254,10 +253,11 @@ class EvaluationSteps(_StageSteps):
             if not accumulates(self.trainer):
                 call_module_hook(self.trainer, "on_validation_model_zero_grad")
         counts = [self.loaders.batches(batch_size)] * len(self.loaders.sized)
-        # The loops only require that there is a fetcher of batches.
-        attach_to_loop(self.loop, self.loaders.combined, fetcher=self)
         # Where a name belongs to the other kind of loop only, this one does not read it.
         vars(self.loop).update(
+            _combined_loader=self.loaders.combined,
+            # The loops only require that there is a fetcher of batches.
+            _data_fetcher=self,
             batch_progress=type(self.loop.batch_progress)(),
             _seen_batches_per_dataloader=defaultdict(int),
             _max_batches=counts,
