@@ -2,7 +2,7 @@
 
 The sizes are at least twice as large as those that the lines were fitted to.
 
-Reads the plans in results of ``benchmarks.search`` with the way BatchFinder. The error is predicted
+Reads the peaks in results of ``benchmarks.search`` with the way BatchFinder. The error is predicted
 over measured live bytes, less one; that of the growth leaves out the peak of the smallest size,
 which is mostly interpreter and weights.
 
@@ -19,21 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, command_line, markdown
-from lightning_batchmem import Plan
 from lightning_batchmem.plan.fit import fit_memory
+from lightning_batchmem.plan.records import Trial
 
 # The searches that docs/comparison.md shows. They can be read on any machine.
 RESULTS = ROOT / "benchmarks" / "results" / "cpu-2-cores" / "search.json"
 
 
-def errors(plan: Plan) -> Iterable[tuple[float, float]]:
+def errors(trials: Sequence[Trial]) -> Iterable[tuple[float, float]]:
     """The error of the peak and that of its growth, for each trial that can be predicted.
 
     Such a trial has two trials of at most half its size.
     """
-    ran = [trial for trial in plan.trials if trial.outcome == "ok" and trial.is_exact]
-    for trial in ran:
-        smaller = [other for other in ran if 2 * other.batch_size <= trial.batch_size]
+    for trial in trials:
+        smaller = [other for other in trials if 2 * other.batch_size <= trial.batch_size]
         if (model := fit_memory(smaller)) is not None:
             difference_bytes = model.predict_bytes(trial.batch_size) - trial.peak_bytes
             first_bytes = min(other.peak_bytes for other in smaller)
@@ -43,18 +42,23 @@ def errors(plan: Plan) -> Iterable[tuple[float, float]]:
             )
 
 
+def trials_of(run: dict[str, Any]) -> list[Trial]:
+    """The trials of a stored search."""
+    start_bytes = run["start_bytes"]
+    return [
+        Trial(size, "ok", {phase: start_bytes + peaks[i] for phase, peaks in run["peaks"].items()})
+        for i, size in enumerate(run["sizes"])
+    ]
+
+
 def table(by_name: dict[str, Any]) -> str:
     """One row per network, and one for all."""
     found = {}
     for name, known in by_name.items():
         runs = known["searches"].get("BatchFinder", [])
-        found[name] = [error for run in runs if "plan" in run for error in _of(run)]
+        found[name] = [error for run in runs if "peaks" in run for error in errors(trials_of(run))]
     found["all"] = [error for each in found.values() for error in each]
     return markdown([{"network": name, **_columns(each)} for name, each in found.items()])
-
-
-def _of(run: dict[str, Any]) -> Iterable[tuple[float, float]]:
-    return errors(Plan.from_json(json.dumps(run["plan"])))
 
 
 def _columns(found: Sequence[tuple[float, float]]) -> dict[str, str]:
@@ -74,7 +78,7 @@ def main() -> None:
     """Run the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--file", type=Path, default=RESULTS, help="default: %(default)s")
-    print(table(json.loads(parser.parse_args().file.read_text())))
+    print(table(json.loads(parser.parse_args().file.read_text())["networks"]))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,12 @@ is SIGKILL. For each search:
    twice gets two.
 
 "survives" is the largest size at which 5 of 5 trainings in fresh processes complete, found by
-bisection with the same trainings. Results are written to a file as they are measured (``--file``);
-the same command continues from it.
+bisection with the same trainings. With ``--file`` results are written to a JSON file as they are
+measured, and the table to a Markdown file beside it; the same command continues from them. The JSON
+has only what the table and ``benchmarks.prediction`` read.
+
+    # the table of docs/comparison.md is made anew
+    python -m benchmarks.search --file /tmp/search.json
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ _PRINTED = (
     "peak_bytes",
     "search_seconds",
 )
+_STORED = ("error", "batch_size", "search_seconds", "used_bytes", "start_bytes", "sizes", "peaks")
 
 
 class Measurements:
@@ -70,38 +75,62 @@ class Measurements:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self.by_name: dict[str, Any] = {}
+        # Versions, device and commit of each run that added results.
+        self.machines: list[str] = []
         if path is not None and path.exists():
-            self.by_name = json.loads(path.read_text())
+            known = json.loads(path.read_text())
+            self.by_name = known["networks"]
+            self.machines = known["machines"]
 
     def of(self, name: str) -> dict[str, Any]:
-        """``searches`` (way -> runs) and ``trainings`` (size -> runs) of a network."""
+        """``searches`` (way -> runs) and ``trainings`` (size -> errors) of a network."""
         known: dict[str, Any] = self.by_name.setdefault(name, {"searches": {}, "trainings": {}})
         return known
 
-    def run(self, name: str, way: str, runs: list[dict[str, Any]]) -> None:
-        """Run one process, append its result to ``runs`` and write everything."""
-        result = in_fresh_process(
-            "benchmarks.ways", name, way, room_bytes=ALL_WORKLOADS[name].room_bytes
-        )
-        runs.append(result)
+    def search(self, name: str, way: str) -> None:
+        """Search and train in one process, and write what is read of its result."""
+        result = self._run(name, way)
+        stored = {key: result[key] for key in _STORED if key in result}
+        self.of(name)["searches"][way].append(stored)
         self.save()
-        shown = {key: result[key] for key in _PRINTED if key in result}
-        print(f"{time.strftime('%H:%M:%S')} {name}, {way}: {shown}", file=sys.stderr, flush=True)
-
-    def save(self) -> None:
-        """Write everything, so that the file is whole at any time."""
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            written = self._path.with_suffix(".partial")
-            written.write_text(json.dumps(self.by_name, indent=1) + "\n")
-            written.replace(self._path)
 
     def outcomes(self, name: str, size: int, count: int) -> list[bool]:
         """Whether each training at a size survived; runs what is missing of ``count`` trainings."""
-        runs = self.of(name)["trainings"].setdefault(str(size), [])
-        while len(runs) < count:
-            self.run(name, str(size), runs)
-        return [run["error"] is None for run in runs]
+        errors = self.of(name)["trainings"].setdefault(str(size), [])
+        while len(errors) < count:
+            errors.append(self._run(name, str(size))["error"])
+            self.save()
+        return [error is None for error in errors]
+
+    def _run(self, name: str, way: str) -> dict[str, Any]:
+        if machine() not in self.machines:
+            self.machines.append(machine())
+        result = in_fresh_process(
+            "benchmarks.ways", name, way, room_bytes=ALL_WORKLOADS[name].room_bytes
+        )
+        shown = {key: result[key] for key in _PRINTED if key in result}
+        print(f"{time.strftime('%H:%M:%S')} {name}, {way}: {shown}", file=sys.stderr, flush=True)
+        return result
+
+    def page(self) -> str:
+        """What was measured with, and the table."""
+        return "\n\n".join([*self.machines, table(self.by_name)])
+
+    def save(self) -> None:
+        """Write everything, so that the files are whole at any time."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        compact = partial(json.dumps, separators=(",", ":"))
+        networks = (f"{compact(name)}: {compact(known)}" for name, known in self.by_name.items())
+        text = (
+            f'{{"machines": {json.dumps(self.machines)},\n'
+            '"networks": {\n' + ",\n".join(networks) + "\n}}\n"
+        )
+        written = self._path.with_suffix(".partial")
+        written.write_text(text)
+        written.replace(self._path)
+        self._path.with_suffix(".md").write_text(self.page() + "\n")
 
 
 def measure(
@@ -117,7 +146,7 @@ def measure(
         for way in ways:
             runs = known["searches"].setdefault(way, [])
             if len(runs) <= repeat:
-                measurements.run(name, way, runs)
+                measurements.search(name, way)
     outcomes = partial(measurements.outcomes, name)
     found = Counter(
         size for way in ways for size in _sizes(known["searches"].get(way, [])[:repeats])
@@ -126,8 +155,8 @@ def measure(
         outcomes(size, count)
     if has_oracle:
         survivals = {}
-        for trained_size, runs in known["trainings"].items():
-            survivals[int(trained_size)] = [run["error"] is None for run in runs]
+        for trained_size, errors in known["trainings"].items():
+            survivals[int(trained_size)] = [error is None for error in errors]
         known["oracle"] = largest_surviving(outcomes, known=survivals)
         measurements.save()
         print(f"{name}: {known['oracle']}", file=sys.stderr)
@@ -204,16 +233,16 @@ def table(by_name: dict[str, Any]) -> str:
         }
         for way, runs in known["searches"].items():
             sizes = _sizes(runs)
-            trained = [
-                run for size in sorted(set(sizes)) for run in known["trainings"].get(str(size), [])
-            ]
-            failed = [run["error"] for run in [*runs, *trained] if run["error"]]
+            errors = [run["error"] for run in runs]
+            for size in sorted(set(sizes)):
+                errors += known["trainings"].get(str(size), [])
+            failed = [error for error in errors if error]
             cell = [_summary(sizes, "{:,.0f}") if sizes else "no size"]
             cell += [f"{statistics.median(sizes) / best:.0%}"] if sizes and best else []
-            cell += [f"failed {len(failed)} of {len(runs) + len(trained)}"]
+            cell += [f"failed {len(failed)} of {len(errors)}"]
             seconds = [run["search_seconds"] for run in runs if run.get("batch_size")]
             cell += [_summary(seconds, "{:.0f}") + " s"] if seconds else []
-            ratios = [_used_to_live(run) for run in runs if run.get("plan")]
+            ratios = [_used_to_live(run) for run in runs if run.get("peaks")]
             cell += [f"used {max(ratios):.1f} bytes for each live byte"] if ratios else []
             row[way] = ", ".join(cell)
             notes += [
@@ -228,8 +257,7 @@ def _used_to_live(run: dict[str, Any]) -> float:
 
     Both are beyond what the process held before the first step.
     """
-    plan = run["plan"]
-    live_bytes = plan["measured_peak_bytes"] - plan["trials"][0]["start_bytes"]
+    live_bytes = max(peaks[-1] for peaks in run["peaks"].values())
     return float(run["used_bytes"] / live_bytes)
 
 
@@ -272,7 +300,9 @@ def main() -> None:
         help="no search: train --repeats times at each of these sizes",
     )
     parser.add_argument(
-        "--file", type=Path, help="write results to this JSON file, and continue from it"
+        "--file",
+        type=Path,
+        help="write results to this JSON file and a Markdown file beside it, and continue from it",
     )
     arguments = parser.parse_args()
     measurements = Measurements(arguments.file)
@@ -284,7 +314,8 @@ def main() -> None:
         if not arguments.sizes:
             measure(measurements, name, arguments.ways, repeats, has_oracle=not arguments.quick)
     if not arguments.sizes:
-        print(f"{machine()}\n\n{table(measurements.by_name)}")
+        measurements.save()
+        print(measurements.page())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ it out.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,8 +23,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from benchmarks.caps import cap
 from benchmarks.common import command_line, emit, one_line, trainer_for
 from benchmarks.held_out_workloads import ALL_WORKLOADS, module_for
-from benchmarks.workloads import SAMPLES_RUN
-from lightning_batchmem import BatchFinder
+from lightning_batchmem import BatchFinder, Plan
 
 STEPS = 60
 
@@ -57,15 +55,7 @@ class Limit(Callback):
 
     def found(self, batch_size: int) -> None:
         search_seconds = time.perf_counter() - self._start_seconds
-        out_of_memory_errors = None
-        if torch.cuda.is_available():
-            out_of_memory_errors = torch.cuda.memory_stats()["num_ooms"]
-        emit(
-            batch_size=batch_size,
-            search_seconds=search_seconds,
-            samples_run=sum(SAMPLES_RUN.values()),
-            out_of_memory_errors=out_of_memory_errors,
-        )
+        emit(batch_size=batch_size, search_seconds=round(search_seconds, 3))
 
 
 class Progress(Callback):
@@ -83,12 +73,27 @@ class Progress(Callback):
             # mypy does not see that the module is a Training, whose batch size is an int.
             self._limit.found(pl_module.batch_size)  # type: ignore[arg-type]
         if isinstance(self._finder, BatchFinder) and self._finder.plan is not None:
-            emit(plan=json.loads(self._finder.plan.to_json()))
+            emit_peaks(self._finder.plan)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if self._steps is not None:
             self._steps += 1
             emit(steps=self._steps)
+
+
+def emit_peaks(plan: Plan) -> None:
+    """Emit the sizes that were tried, and for each phase its peaks at these sizes.
+
+    Peaks are beyond the bytes of tensors before the first step. The size that was found is the
+    last.
+    """
+    start_bytes = plan.trials[0].start_bytes
+    trials = [trial for trial in plan.trials if trial.outcome == "ok" and trial.is_exact]
+    peaks = {
+        phase: [trial.phase_peak_bytes[phase] - start_bytes for trial in trials]
+        for phase in trials[-1].phase_peak_bytes
+    }
+    emit(start_bytes=start_bytes, sizes=[trial.batch_size for trial in trials], peaks=peaks)
 
 
 def _accelerate(attempt: Callable[[int], int]) -> Any:

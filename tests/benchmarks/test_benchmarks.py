@@ -75,37 +75,42 @@ def test_predictions_have_the_errors_that_the_documentation_states(run):
     assert total["peak too low by more than 1%"] == "0%"
 
 
-def processes_of(known):
-    """The processes of BatchFinder with a network: searches, and trainings at sizes found."""
-    searches = known["searches"]["BatchFinder"]
-    sizes = {str(run["batch_size"]) for run in searches if run.get("batch_size")}
-    trainings = [run for size in sizes for run in known["trainings"].get(size, [])]
-    return [*searches, *trainings]
+@pytest.fixture(scope="module")
+def searches():
+    """The stored searches and trainings, by network."""
+    return json.loads((RESULTS / "search.json").read_text())["networks"]
 
 
-def test_a_search_continues_from_its_file(run, tmp_path, monkeypatch):
+def errors_of(known):
+    """How searches of BatchFinder with a network ended, and trainings at the sizes found."""
+    runs = known["searches"]["BatchFinder"]
+    sizes = {str(run["batch_size"]) for run in runs if run.get("batch_size")}
+    trainings = [error for size in sizes for error in known["trainings"].get(size, [])]
+    return [*(run["error"] for run in runs), *trainings]
+
+
+def test_a_search_continues_from_its_file(run, searches, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "in_fresh_process", None)
     path = shutil.copy(RESULTS / "search.json", tmp_path)
     networks = [name for name in ALL_WORKLOADS if not name.startswith("small ")]
     command = f"search --quick --ways BatchFinder --only {shlex.join(networks)} --file {path}"
     rows = rows_of(run(command))
     assert [row["network"] for row in rows] == networks
-    results = json.loads((RESULTS / "search.json").read_text())
     for row in rows:
-        count = len(processes_of(results[row["network"]]))
+        count = len(errors_of(searches[row["network"]]))
         assert f"failed 0 of {count}" in row["BatchFinder"]
+    for name in ("search.json", "search.md"):
+        assert (tmp_path / name).read_text() == (RESULTS / name).read_text()
 
 
-def test_the_page_has_the_processes_of_all_networks():
+def test_the_page_has_the_processes_of_all_networks(searches):
     """A change of the results without a change of the page fails."""
-    results = json.loads((RESULTS / "search.json").read_text())
-    processes = [one for known in results.values() for one in processes_of(known)]
-    searches = sum(len(known["searches"]["BatchFinder"]) for known in results.values())
-    killed = sum(process["error"] is not None for process in processes)
+    errors = [error for known in searches.values() for error in errors_of(known)]
+    count = sum(len(known["searches"]["BatchFinder"]) for known in searches.values())
     page = (ROOT / "docs" / "comparison.md").read_text()
-    assert killed == 0
-    counts = f"0 of {searches} | 0 of {len(processes) - searches} |"
-    assert f"| BatchFinder | {len(results)} | {counts}" in page
+    assert not any(errors)
+    counts = f"0 of {count} | 0 of {len(errors) - count} |"
+    assert f"| BatchFinder | {len(searches)} | {counts}" in page
 
 
 def added_by_each(rows, size_of, key):
