@@ -225,7 +225,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.kind is None:
         by_kind = {kind: measure(kind, chosen.repeats) for kind in FIRST_VALUES}
-        report("budgets", table(by_kind), by_kind, write=chosen.write)
+        report("budgets", table(by_kind), write=chosen.write)
         return
     try:
         train(chosen.kind, chosen.value)

@@ -42,12 +42,16 @@ def silence() -> None:
 
 
 def command_line(
-    description: str | None, names: Iterable[str] = (), *, writes: bool = False
+    description: str | None,
+    names: Iterable[str] = (),
+    *,
+    writes: bool = False,
+    continues: bool = False,
 ) -> argparse.ArgumentParser:
     """Seed this process, silence it, and make a parser.
 
-    The parser has ``--only`` if there are ``names``, and ``--write`` if the command ``writes``
-    results.
+    The parser has ``--only`` if there are ``names``, ``--write`` if the command ``writes`` results,
+    and ``--file`` if it ``continues`` from rows of an earlier run.
     """
     silence()
     parser = argparse.ArgumentParser(
@@ -64,6 +68,10 @@ def command_line(
         )
     if writes:
         parser.add_argument("--write", action="store_true", help="write to benchmarks/results")
+    if continues:
+        parser.add_argument(
+            "--file", type=Path, help="write rows to this JSON file, and continue from it"
+        )
     return parser
 
 
@@ -197,26 +205,39 @@ def machine() -> str:
 
 
 def results_file(name: str) -> Path:
-    """The file for raw results on this device.
+    """The file for a table on this device.
 
-    An example is ``benchmarks/results/cpu-2-cores/search.json``.
+    An example is ``benchmarks/results/cpu-2-cores/search.md``.
     """
     folder = f"cpu-{len(os.sched_getaffinity(0))}-cores"
     if torch.cuda.is_available():
         folder = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    return ROOT / "benchmarks" / "results" / folder / f"{name}.json"
+    return ROOT / "benchmarks" / "results" / folder / f"{name}.md"
 
 
-def write_results(path: Path, text: str, results: Any) -> None:
-    """Write raw results to ``path``, and a table to the Markdown file of the same name."""
+def write_page(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    path.with_suffix(".md").write_text(text + "\n")
+    path.write_text(text + "\n")
 
 
-def report(name: str, table: str, results: Any, *, write: bool) -> None:
-    """Print a table; with ``write``, write it and the raw results to ``benchmarks/results``."""
+def report(name: str, table: str, *, write: bool) -> None:
+    """Print a table; with ``write``, write it to ``benchmarks/results``."""
     text = f"{machine()}\n\n{table}"
     print(text)
     if write:
-        write_results(results_file(name), text, results)
+        write_page(results_file(name), text)
+
+
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """The rows that an earlier run of a command wrote; none without a file."""
+    if path is None or not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def write_rows(path: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to a JSON file, one on each line, if there is a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

@@ -23,8 +23,8 @@ search that ends with an error is right where ``quiet`` is 0.
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks.cuda_search
     # also to benchmarks/results; each variant has a file of its own
     python -m benchmarks.cuda_search --write
-    # only the rows that this file lacks
-    python -m benchmarks.cuda_search --write --missing
+    # rows also to a file, from which the same command continues
+    python -m benchmarks.cuda_search --file /tmp/rows.json
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ import contextlib
 import ctypes
 import functools
 import io
-import json
 import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,11 @@ from benchmarks.common import (
     command_line,
     markdown,
     one_line,
+    read_rows,
     report,
-    results_file,
     silence,
     trainer_for,
+    write_rows,
 )
 from benchmarks.cuda_networks import BATCHES_RUN, EPOCH_BATCHES, Project
 from benchmarks.cudnn_networks import HELD_OUT
@@ -325,10 +325,13 @@ def variant(precision: str, gpu: str | None) -> str:
     return "".join(f"_{setting}" for setting in settings if setting)
 
 
-def written_rows(path: Path, ways: list[str]) -> dict[tuple[str, float], dict[str, Any]]:
-    """The rows of earlier results that have all of these finders, by network and memory."""
-    rows = json.loads(path.read_text()) if path.exists() else []
-    return {(row["network"], row["GiB"]): row for row in rows if set(ways) <= set(row["found"])}
+def written_rows(path: Path | None, ways: list[str]) -> dict[tuple[str, float], dict[str, Any]]:
+    """The rows of an earlier run that have all of these finders, by network and memory."""
+    return {
+        (row["network"], row["GiB"]): row
+        for row in read_rows(path)
+        if set(ways) <= set(row["found"])
+    }
 
 
 def variables_of(name: str) -> dict[str, str]:
@@ -367,7 +370,7 @@ def start_on_stub(gpu: str | None, module: str = "benchmarks.cuda_search") -> No
 
 
 def main() -> None:
-    parser = command_line(__doc__, NETWORKS, writes=True)
+    parser = command_line(__doc__, NETWORKS, writes=True, continues=True)
     parser.add_argument(
         "--precision", default=DEFAULT_PRECISION, help="of the Trainer; default: %(default)s"
     )
@@ -382,9 +385,6 @@ def main() -> None:
         nargs="+",
         type=float,
         help="memory of the device; default: three sizes for each network",
-    )
-    parser.add_argument(
-        "--missing", action="store_true", help="keep the rows of benchmarks/results"
     )
     parser.add_argument("--gpu", help="GPU for which cuDNN plans; default: no cuDNN")
     parser.set_defaults(only=None)
@@ -403,25 +403,24 @@ def main() -> None:
         for gibibytes in chosen.gibibytes or NETWORKS[name].gibibytes
     ]
     name = f"cuda_search{variant(chosen.precision, chosen.gpu)}"
-    kept = {}
-    if chosen.missing:
-        # The name of the device is in the path, and a copy of this process reads it.
-        kept = written_rows(in_fork(results_file, name), chosen.ways)
+    kept = written_rows(chosen.file, chosen.ways)
+    by_cell = dict(kept)
     with ProcessPoolExecutor(chosen.processes, mp_context=FORK) as pool:
         futures = {
-            cell: pool.submit(measure, *cell, chosen.precision, chosen.ways)
+            pool.submit(measure, *cell, chosen.precision, chosen.ways): cell
             for cell in cells
             if cell not in kept
         }
-        measured = {cell: future.result() for cell, future in futures.items()}
-    by_cell = {**kept, **measured}
+        for future in as_completed(futures):
+            by_cell[futures[future]] = future.result()
+            write_rows(chosen.file, by_cell.values())
     # The rows are in the order of the networks.
     order = {network: position for position, network in enumerate(NETWORKS)}
     rows = [by_cell[cell] for cell in sorted(by_cell, key=lambda cell: (order[cell[0]], cell[1]))]
     notes = [summary(rows, way) for way in chosen.ways]
     if kept:
         notes.append(f"{len(kept)} of the rows are of an earlier run")
-    report(name, markdown([columns(row) for row in rows], notes), rows, write=chosen.write)
+    report(name, markdown([columns(row) for row in rows], notes), write=chosen.write)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The check takes under ten minutes, and needs no network connection.
 
-    # all parts; writes benchmarks/results/<device>/gpu_check.*
+    # all parts; writes benchmarks/results/<device>/gpu_check.md
     python -m benchmarks.gpu_check
     # these parts; prints the tables only
     python -m benchmarks.gpu_check --only search compile
@@ -17,8 +17,8 @@ Parts, each in a process with a time budget; what a part leaves of it is added t
   limits.
 
 What fails is a row of its table with an error, and the rest runs anyway. A case that cannot end in
-time is a row with a note, which says why. The files are written again after each part. The JSON
-file has tracebacks and the output of failed tests, too.
+time is a row with a note, which says why. The file is written again after each part. It has
+tracebacks and the output of failed tests, too.
 
 On a machine without a device, start it with ``tests/cuda_stub/run``, whose README has the command.
 Rows that measure a speed then only show that they run.
@@ -45,7 +45,7 @@ from benchmarks.common import (
     markdown,
     one_line,
     results_file,
-    write_results,
+    write_page,
 )
 
 PARTS = {"overhead": 40.0, "compile": 110.0, "tests": 245.0, "search": 155.0}
@@ -93,6 +93,12 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def logs_of(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """The tracebacks and the outputs of what failed."""
+    logs = [(part, row["log"]) for part, rows in results.items() for row in rows if "log" in row]
+    return [f"## {part}: what failed\n\n```text\n{log}\n```" for part, log in logs]
+
+
 def block_to_paste(text: str) -> str:
     """The tables between two lines, for an issue."""
     line = "-" * 80
@@ -115,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results: dict[str, list[dict[str, Any]]] = {}
     head = ""
-    path = "benchmarks/results/unknown-device/gpu_check.json"
+    path = "benchmarks/results/unknown-device/gpu_check.md"
     text = ""
     end = time.time()
     for part in (part for part in PARTS if part in chosen.only):
@@ -132,13 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results[part] = rows_of(found)
         print(f"{part}: {time.time() - begin:.0f} s", file=sys.stderr, flush=True)
         # CUDA starts only in the fresh process, because a device may allow one process at a time.
-        # The files that are written below change the work tree, so that the first head is kept.
+        # The file that is written below changes the work tree, so that the first head is kept.
         head = head or found.get("head", "")
         path = found.get("path", path)
         tables = (f"## {part}\n\n{markdown(rows, without='log')}" for part, rows in results.items())
         text = "\n\n".join([head or "unknown device", *tables])
         if set(chosen.only) == set(PARTS):
-            write_results(ROOT / path, text, results)
+            write_page(ROOT / path, "\n\n".join([text, *logs_of(results)]))
     print(block_to_paste(text))
     return int(any("error" in row for rows in results.values() for row in rows))
 

@@ -3,14 +3,15 @@
     # five projects, twenty trainings each; about fifteen minutes on one core
     python -m benchmarks.no_harm
     # one project, two seeds
-    python -m benchmarks.no_harm --only LightningCLI --seeds 2 --file /tmp/some.json
+    python -m benchmarks.no_harm --only LightningCLI --seeds 2
+    # trainings also to a file, from which the same command continues
+    python -m benchmarks.no_harm --file /tmp/trainings.json
     # the table also to benchmarks/results/no_harm.md
     python -m benchmarks.no_harm --write
 
 Each project (:mod:`benchmarks.no_harm_projects`) is trained by a real Trainer, on one thread and
 each time in a fresh process, without a finder (``own``), and with ``BatchFinder()`` (``auto``),
-``BatchFinder(objective="recipe")`` and ``BatchFinder(objective="memory")``. Trainings are kept in
-``benchmarks/results/no_harm.json`` and are not repeated.
+``BatchFinder(objective="recipe")`` and ``BatchFinder(objective="memory")``.
 
 - The metric is that of the last evaluation on held-out data. The *spread* is the largest less the
   smallest one of the own size. A way is *worse* if its mean metric is worse than that of the same
@@ -28,7 +29,6 @@ each time in a fresh process, without a finder (``own``), and with ``BatchFinder
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import re
 import resource
@@ -48,13 +48,23 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from benchmarks.common import ROOT, command_line, machine, markdown, one_line, silence
+from benchmarks.common import (
+    ROOT,
+    command_line,
+    machine,
+    markdown,
+    one_line,
+    read_rows,
+    silence,
+    write_page,
+    write_rows,
+)
 from benchmarks.no_harm_projects import PROJECTS, Run
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.plan.own_size import SLOWER_SHARE
 from tests.helpers.plans import search_notes, training_notes
 
-RESULTS = ROOT / "benchmarks" / "results" / "no_harm.json"
+RESULTS = ROOT / "benchmarks" / "results" / "no_harm.md"
 
 WAYS: dict[str, str | None] = {"own": None, "auto": "auto", "recipe": "recipe", "memory": "memory"}
 """The objective of the finder in each way; none for the own size."""
@@ -173,11 +183,11 @@ def first_row(text: str) -> str:
 
 
 class Trainings:
-    """All trainings, written to a JSON file as they are made."""
+    """All trainings, written to a JSON file as they are made, if there is a path."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
+        self.rows: list[Row] = read_rows(path)
 
     def has(self, name: str, way: str, seed: int) -> bool:
         known = [(row["project"], row["way"], row["seed"]) for row in self.rows]
@@ -185,8 +195,7 @@ class Trainings:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self.rows, indent=1) + "\n")
+        write_rows(self._path, self.rows)
 
     def of(self, name: str, way: str) -> list[Row]:
         """The complete trainings of a project in a way."""
@@ -396,13 +405,10 @@ def table(trainings: Trainings, names: Sequence[str]) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, PROJECTS, writes=True)
+    parser = command_line(__doc__, PROJECTS, writes=True, continues=True)
     parser.add_argument("--seeds", type=int, default=5, help="in each way; default: %(default)s")
     parser.add_argument(
         "--most-epochs", type=int, default=1000, help="fewer than a project has, for a test"
-    )
-    parser.add_argument(
-        "--file", type=Path, default=RESULTS, help="with the trainings; default: %(default)s"
     )
     arguments = parser.parse_args()
     # The processes that train use one thread as well, and the table names this number.
@@ -412,7 +418,7 @@ def main() -> None:
     text = f"{machine()}\n\n{table(trainings, arguments.only)}"
     print(text)
     if arguments.write:
-        arguments.file.with_suffix(".md").write_text(text + "\n")
+        write_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -14,25 +14,33 @@ same seeds at the own size.
 
     python -m benchmarks.no_harm_rules                  # both sets, about 40 minutes on one core
     python -m benchmarks.no_harm_rules --set first
-    python -m benchmarks.no_harm_rules --write          # and write the report beside the JSON
-
-Trainings are kept in benchmarks/results/no_harm_rules.json and are not repeated.
+    python -m benchmarks.no_harm_rules --write          # also to benchmarks/results
+    # trainings also to a file, from which the same command continues
+    python -m benchmarks.no_harm_rules --file /tmp/trainings.json
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from benchmarks.common import ROOT, command_line, machine, markdown
+from benchmarks.common import (
+    ROOT,
+    command_line,
+    machine,
+    markdown,
+    read_rows,
+    write_page,
+    write_rows,
+)
 from benchmarks.no_harm_tasks import SETS, Task, TaskModule
 
-RESULTS = ROOT / "benchmarks" / "results" / "no_harm_rules.json"
+RESULTS = ROOT / "benchmarks" / "results" / "no_harm_rules.md"
 SEEDS = range(5)
 LEAST_HARM = 0.02
 LATE_SHARE = 0.8
@@ -167,11 +175,12 @@ def train(task: Task, size: int, rate: float, seed: int) -> Training:
 
 
 class Trainings:
-    """The trainings so far, in a file."""
+    """The trainings so far, in a file if there is a path."""
 
-    def __init__(self) -> None:
-        found = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-        self._by_key = {training.key: training for training in (Training(**row) for row in found)}
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        found = (Training(**row) for row in read_rows(path))
+        self._by_key = {training.key: training for training in found}
 
     def of(self, task: Task, size: int, rate: float) -> list[Training]:
         """Five seeds; those that are not in the file are trained."""
@@ -180,7 +189,7 @@ class Trainings:
         for training in missing:
             self._by_key[training.key] = train(task, size, rate, training.seed)
         if missing:
-            self._write()
+            write_rows(self._path, map(vars, self._by_key.values()))
         return [self._by_key[training.key] for training in wanted]
 
     def compare(self, task: Task, rule: Rule, *, is_scaled: bool) -> Comparison:
@@ -194,11 +203,6 @@ class Trainings:
     def counts(self, task: Task) -> bool:
         today = self.compare(task, RULES["10 an epoch"], is_scaled=False)
         return is_falling(today.own) and today.is_harm
-
-    def _write(self) -> None:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        rows = (json.dumps(vars(training)) for training in self._by_key.values())
-        RESULTS.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 def is_falling(own: Iterable[Training]) -> bool:
@@ -278,11 +282,11 @@ def table_of_all(trainings: Trainings, names: Iterable[str]) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = command_line(__doc__, writes=True)
+    parser = command_line(__doc__, writes=True, continues=True)
     parser.add_argument("--set", choices=list(SETS), help="only this set (default: all)")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    trainings = Trainings()
+    trainings = Trainings(chosen.file)
     names = [chosen.set] if chosen.set else list(SETS)
     parts = [machine(), *(tables(trainings, name) for name in names)]
     if len(names) > 1:
@@ -290,7 +294,7 @@ def main() -> None:
     text = "\n\n".join(parts)
     print(text)
     if chosen.write:
-        RESULTS.with_suffix(".md").write_text(text + "\n")
+        write_page(RESULTS, text)
 
 
 if __name__ == "__main__":

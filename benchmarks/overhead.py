@@ -198,7 +198,7 @@ def main() -> None:
             for interval in STEPS_BY_INTERVAL:
                 row = {"accelerator": accelerator, "log_every_n_steps": interval}
                 rows.append({**row, **run(accelerator, interval, turn)})
-    report("overhead", table(rows), rows, write=arguments.write)
+    report("overhead", table(rows), write=arguments.write)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main() -> None:
         if len(medians) == len(WAYS):
             row["loop / Trainer"] = f"{medians['loop'] / medians['Trainer']:.3f}"
         rows.append(row)
-    report("plain_loop", markdown(rows), rows, write=arguments.write)
+    report("plain_loop", markdown(rows), write=arguments.write)
 
 
 if __name__ == "__main__":

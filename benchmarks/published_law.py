@@ -18,13 +18,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from benchmarks.common import ROOT, command_line, markdown, write_results
+from benchmarks.common import ROOT, command_line, markdown, write_page
 
 MILABENCH = ROOT / "benchmarks" / "published" / "milabench.json"
-RESULTS = ROOT / "benchmarks" / "results" / "published" / "published_law.json"
+RESULTS = ROOT / "benchmarks" / "results" / "published" / "published_law.md"
 
 FULL_SHARE = 0.8
 """The largest size of a bench fills the card if it takes this share of the highest reading."""
@@ -193,14 +192,6 @@ def section(card: str, benches: Mapping[str, Rows]) -> str:
     return f"## {card}\n\n{markdown(rows, notes)}"
 
 
-def raw(benches: Mapping[str, Rows]) -> dict[str, Any]:
-    """The same as numbers."""
-    return {
-        "predictions": [asdict(known) for known in predictions_of(benches).values()],
-        "speeds": [asdict(known) for known in speeds_of(benches)],
-    }
-
-
 def main() -> None:
     chosen = command_line(__doc__, writes=True).parse_args()
     known = json.loads(MILABENCH.read_text())
@@ -213,7 +204,7 @@ def main() -> None:
     text = "\n\n".join([head, *[section(*card) for card in known["cards"].items()]])
     print(text)
     if chosen.write:
-        write_results(RESULTS, text, {card: raw(known["cards"][card]) for card in known["cards"]})
+        write_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ An environment with a CUDA build of torch and what the rows import (Linux, x86-6
     python -m benchmarks.published_memory
     # the rows whose names have one of these words; with cuDNN on the stub
     python -m benchmarks.published_memory --only bert "LoRA 1" --cudnn
-    # write benchmarks/results/published/published_memory.md
+    # write benchmarks/results/published/published_memory.md; with cuDNN: published_memory_cudnn.md
     python -m benchmarks.published_memory --write
 """
 
@@ -44,13 +44,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT, command_line, machine, markdown, one_line, write_results
+from benchmarks.common import ROOT, command_line, machine, markdown, one_line, write_page
 from benchmarks.published_law import MILABENCH, memory_by_size, quantile
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
 from lightning_batchmem.simulated_gpu.launch import kernels_of
 
 ROWS = ROOT / "benchmarks" / "published" / "memory.json"
-RESULTS = ROOT / "benchmarks" / "results" / "published" / "published_memory.json"
+RESULTS = ROOT / "benchmarks" / "results" / "published"
 
 MIB = 2**20
 FULLEST_SHARE = 0.9
@@ -375,16 +375,8 @@ def main() -> None:
     page = "\n\n".join(parts)
     print(page)
     if chosen.write:
-        raw = [
-            {
-                "row": each.row.name,
-                "experiment": each.row.experiment,
-                "published": each.published,
-                "simulated": each.simulated,
-            }
-            for each in known
-        ]
-        write_results(RESULTS, page, raw)
+        name = "published_memory_cudnn.md" if chosen.cudnn else "published_memory.md"
+        write_page(RESULTS / name, page)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ from benchmarks.common import (
     machine,
     markdown,
     one_line,
-    write_results,
+    read_rows,
+    write_page,
+    write_rows,
 )
 from benchmarks.published_list import FOLDER, Chosen, ladder, read_chosen, size_above
 from benchmarks.search import largest_that
@@ -360,8 +362,9 @@ def search_verdict(published: int, found: int) -> str:
 
 def kept_rows(path: Path) -> dict[tuple[str, Setting], dict[str, Any]]:
     """The rows of earlier runs, by model and setting."""
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {(row["model"], Setting(row["cudnn"], row["context_mib"])): row for row in rows}
+    return {
+        (row["model"], Setting(row["cudnn"], row["context_mib"])): row for row in read_rows(path)
+    }
 
 
 def setting_text(row: dict[str, Any]) -> str:
@@ -505,6 +508,11 @@ def sorted_rows(rows: dict[tuple[str, Setting], dict[str, Any]]) -> list[dict[st
     return [rows[key] for key in sorted(rows, key=place)]
 
 
+def write(rows: list[dict[str, Any]]) -> None:
+    write_rows(RESULTS_PATH, rows)
+    write_page(RESULTS_PATH.with_suffix(".md"), text_of(rows))
+
+
 def main() -> None:
     parser = command_line(__doc__, CHOSEN, writes=True)
     parser.add_argument("--cudnn", nargs="+", default=["off"], choices=CUDNN_MODES)
@@ -542,12 +550,10 @@ def main() -> None:
             print(rows[key], file=sys.stderr, flush=True)
             if chosen.write:
                 written[key] = rows[key]
-                everything = sorted_rows(written)
-                write_results(RESULTS_PATH, text_of(everything), everything)
+                write(sorted_rows(written))
     if chosen.write:
         # The causes may be new.
-        everything = sorted_rows(written)
-        write_results(RESULTS_PATH, text_of(everything), everything)
+        write(sorted_rows(written))
     print(text_of(sorted_rows({key: rows[key] for key in asked})))
 
 

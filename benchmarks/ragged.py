@@ -16,15 +16,16 @@ weights.
     python -m benchmarks.ragged --only "graphs" --seeds 3
     # with an allocator that does not fragment
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python -m benchmarks.ragged
-    # also to benchmarks/results, and only the rows that this file lacks
-    python -m benchmarks.ragged --write --missing
+    # also to benchmarks/results
+    python -m benchmarks.ragged --write
+    # rows also to a file, from which the same command continues
+    python -m benchmarks.ragged --file /tmp/rows.json
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from benchmarks.common import command_line, markdown, report, results_file, trainer_for
+from benchmarks.common import command_line, markdown, read_rows, report, trainer_for, write_rows
 from benchmarks.cuda_search import FORK, OUTCOMES, in_fork, start_device, start_on_stub, variant
 from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
@@ -344,12 +345,9 @@ def columns(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command_line(__doc__, KINDS, writes=True)
+    parser = command_line(__doc__, KINDS, writes=True, continues=True)
     parser.add_argument("--seeds", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument(
-        "--missing", action="store_true", help="keep the rows of benchmarks/results"
-    )
     chosen = parser.parse_args()
     start_on_stub(None, "benchmarks.ragged")
     # Kernels do nothing here, so threads would only wait for each other.
@@ -363,13 +361,12 @@ def main() -> None:
         for seed in range(min(2, chosen.seeds))
     ]
     file_name = f"ragged{variant('32-true', None)}"
-    path = in_fork(results_file, file_name)
-    stored = json.loads(path.read_text()) if chosen.missing and path.exists() else []
-    rows = {(row["kind"], row["GiB"], row["seed"]): row for row in stored}
+    rows = {(row["kind"], row["GiB"], row["seed"]): row for row in read_rows(chosen.file)}
     with ProcessPoolExecutor(chosen.processes, mp_context=FORK) as pool:
         missing = [cell for cell in cells if cell not in rows]
         for row in pool.map(row_of, missing):
             rows[row["kind"], row["GiB"], row["seed"]] = row
+            write_rows(chosen.file, rows.values())
     groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault(cell[:2], []).append(rows[cell])
@@ -379,7 +376,7 @@ def main() -> None:
         f"{sum(row['die at 1 / 0.85'] for row in table)} of {len(cells)} die at 1 / 0.85 of the"
         " size",
     ]
-    report(file_name, markdown(table, notes), list(rows.values()), write=chosen.write)
+    report(file_name, markdown(table, notes), write=chosen.write)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command_line, in_fresh_process, machine, markdown
+from benchmarks.common import command_line, in_fresh_process, machine, markdown, write_page
 from benchmarks.held_out_workloads import ALL_WORKLOADS, HELD_OUT_WORKLOADS
 from benchmarks.ways import WAYS
 from benchmarks.workloads import MIB, WORKLOADS
@@ -130,7 +130,7 @@ class Measurements:
         written = self._path.with_suffix(".partial")
         written.write_text(text)
         written.replace(self._path)
-        self._path.with_suffix(".md").write_text(self.page() + "\n")
+        write_page(self._path.with_suffix(".md"), self.page())
 
 
 def measure(

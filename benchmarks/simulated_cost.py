@@ -47,7 +47,7 @@ from benchmarks.common import (
     machine,
     markdown,
     trainer_for,
-    write_results,
+    write_page,
 )
 from benchmarks.large_networks import Linear, TransformerBlock, resnet18, text_loss
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
@@ -318,7 +318,8 @@ def main() -> None:
     text = f"{machine()}\n\n{text_of(results)}"
     print(text)
     if chosen.write:
-        write_results(path, text, results)
+        write_page(path.with_suffix(".md"), text)
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

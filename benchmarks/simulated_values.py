@@ -156,7 +156,7 @@ def main() -> None:
         f" the others: {', '.join(wrong) or 'none'}",
         "CPU s: of two steps, real, and of four, simulated",
     ]
-    report("simulated_values", markdown(rows, notes), rows, write=chosen.write)
+    report("simulated_values", markdown(rows, notes), write=chosen.write)
 
 
 if __name__ == "__main__":

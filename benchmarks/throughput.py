@@ -178,7 +178,7 @@ def main() -> None:
     # The processes that measure use one thread as well, and the table names this number.
     torch.set_num_threads(1)
     by_name = {name: measure(name, arguments.repeats, arguments.rounds) for name in arguments.only}
-    report("throughput", table(by_name), by_name, write=arguments.write)
+    report("throughput", table(by_name), write=arguments.write)
 
 
 if __name__ == "__main__":

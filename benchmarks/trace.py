@@ -126,7 +126,6 @@ def main() -> None:
     report(
         "trace",
         f"Sizes bounded by {SIZE}, 2 epochs\n\n{table(results)}",
-        results,
         write=arguments.write,
     )
 

@@ -128,6 +128,7 @@ def test_an_error_is_in_the_notes(own, tmp_path):
 
 def test_a_project_is_trained_in_all_ways(tmp_path, monkeypatch, capsys):
     path = tmp_path / "no_harm.json"
+    monkeypatch.setattr(no_harm, "RESULTS", tmp_path / "no_harm.md")
     options = ["--only", "finetuning", "--seeds", "1", "--most-epochs", "2"]
     monkeypatch.setattr(sys, "argv", ["no_harm", *options, "--file", str(path), "--write"])
     no_harm.main()
