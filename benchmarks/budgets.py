@@ -45,8 +45,9 @@ from benchmarks.common import (
     report,
     trainer_for,
 )
+from benchmarks.networks.record import MIB, TOKENS, Sample, padded
+from benchmarks.networks.texts import Transformer
 from benchmarks.ways import STEPS, Limit, Progress
-from benchmarks.workloads import MIB, TOKENS, Sample, Transformer, padded
 from lightning_batchmem import BatchFinder
 
 ROOM_BYTES = 300 * MIB

@@ -48,7 +48,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import batch_size_scaling
 
-from benchmarks import cuda_networks
 from benchmarks.common import (
     ROOT,
     command_line,
@@ -60,8 +59,8 @@ from benchmarks.common import (
     trainer_for,
     write_rows,
 )
-from benchmarks.cuda_networks import BATCHES_RUN, EPOCH_BATCHES, Project
-from benchmarks.cudnn_networks import HELD_OUT
+from benchmarks.networks import group, project
+from benchmarks.networks.trainings import BATCHES_RUN, EPOCH_BATCHES, Project
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem._lightning.data_source import discard_train_loader
@@ -89,18 +88,15 @@ WAYS: dict[str, Callable[[], Callback]] = {
     ),
 }
 
-NETWORKS = {**cuda_networks.NETWORKS, **HELD_OUT}
+NETWORKS = group("device", "device, cuDNN")
 
-WITH_CUDNN = ("vit", "unet", "resnet", "wavenet", "mixer", "autoencoder", *HELD_OUT)
+WITH_CUDNN = (
+    *("vit", "unet", "resnet", "wavenet", "mixer", "autoencoder"),
+    *group("device, cuDNN"),
+)
 """The networks whose layers run on cuDNN."""
 
 FORK = multiprocessing.get_context("fork")
-
-
-def project(name: str, device_bytes: int, batch_size: int = 2) -> Project:
-    if name in HELD_OUT:
-        return Project(HELD_OUT[name], device_bytes, batch_size)
-    return cuda_networks.project(name, device_bytes, batch_size)
 
 
 class Watch(Callback):
@@ -178,7 +174,7 @@ def search(name: str, device_bytes: int, precision: str, way: str) -> dict[str, 
     """The size that a finder chooses, the cost of its search, and the end of its training."""
     start_device(device_bytes)
     finder = WAYS[way]()
-    module = project(name, device_bytes)
+    module = project(NETWORKS[name], device_bytes)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             watch, outcome = fit(module, precision, finder)
@@ -203,7 +199,7 @@ def search(name: str, device_bytes: int, precision: str, way: str) -> dict[str, 
 def trains(name: str, device_bytes: int, precision: str, size: int, share: float) -> bool:
     """Whether a training at ``size`` completes; below a ``share`` of 1, also without retries."""
     start_device(device_bytes, share)
-    watch, outcome = fit(project(name, device_bytes, size), precision)
+    watch, outcome = fit(project(NETWORKS[name], device_bytes, size), precision)
     is_quiet = counter("num_alloc_retries") == watch.retries_of_first_step
     return outcome == "ok" and (share == 1 or is_quiet)
 
@@ -389,7 +385,7 @@ def main() -> None:
     parser.add_argument("--gpu", help="GPU for which cuDNN plans; default: no cuDNN")
     parser.set_defaults(only=None)
     chosen = parser.parse_args()
-    names = chosen.only or (cuda_networks.NETWORKS if chosen.gpu is None else WITH_CUDNN)
+    names = chosen.only or (group("device") if chosen.gpu is None else WITH_CUDNN)
     start_on_stub(chosen.gpu)
     # Lightning 2.6.6 does not pass ``max_val`` to all calls of this function, so that its search
     # would end at the default. It is raised, because the search is judged and not this number.

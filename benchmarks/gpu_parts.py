@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks import large_networks
 from benchmarks import overhead as hooks
 from benchmarks.common import one_line, trainer_for
 from benchmarks.gpu_tests import run_tests
+from benchmarks.networks import Network, group
 from benchmarks.search import largest_that
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.accelerator import AcceleratorMemory
@@ -50,6 +50,7 @@ LIMITS_GB = (8, 24)
 SMALL_LIMITS_GB = (4, 8)
 """Limits on a device with less than :data:`SMALL_DEVICE_BYTES`, which is slow, too."""
 
+NETWORKS = group("usual sizes")
 SEARCHED = ("ResNet-18 SGD", "GPT 12x768 AdamW bf16", "U-Net 256 AdamW", "MLP 8x4096 Adam")
 """Networks by the operations of a step that fills the limit, fewest first."""
 
@@ -99,11 +100,7 @@ def tested(allocator: str, *arguments: str) -> Measure:
     return lambda end: run_tests(allocator, end - time.time(), *arguments)
 
 
-def network_of(name: str) -> large_networks.Network:
-    return next(network for network in large_networks.NETWORKS if network.name == name)
-
-
-def train(network: large_networks.Network, size: int, steps: int) -> float:
+def train(network: Network, size: int, steps: int) -> float:
     """Train without Lightning, on the device; returns the seconds of the last step."""
     with DEVICE:
         module = network.module()
@@ -113,7 +110,7 @@ def train(network: large_networks.Network, size: int, steps: int) -> float:
         torch.cuda.synchronize(DEVICE)
         begin = time.monotonic()
         inputs, target = network.batch(size, DEVICE)
-        loss: Any = network.criterion(module(inputs), target)
+        loss: Any = network.loss(module(inputs), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -123,7 +120,7 @@ def train(network: large_networks.Network, size: int, steps: int) -> float:
     return time.monotonic() - begin
 
 
-def step_seconds(network: large_networks.Network, size: int, steps: int) -> float | None:
+def step_seconds(network: Network, size: int, steps: int) -> float | None:
     """Seconds of the last of these steps, or ``None`` if they end with an out-of-memory error."""
     try:
         return train(network, size, steps)
@@ -136,7 +133,7 @@ def step_seconds(network: large_networks.Network, size: int, steps: int) -> floa
         AcceleratorMemory(DEVICE).release_cached()
 
 
-def too_slow(network: large_networks.Network, limit_bytes: int, steps: int, end: float) -> str:
+def too_slow(network: Network, limit_bytes: int, steps: int, end: float) -> str:
     """Why as many steps at the largest size would not end in time, or "" if they may.
 
     The size doubles until a step does not fit into the limit, or is too slow already.
@@ -163,14 +160,14 @@ class Trained(LightningModule):
 
     def __init__(self, name: str, compiled: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.network = network_of(name)
+        self.network = NETWORKS[name]
         self.batch_size = 2
         self.module = self.network.module()
         self.run = self.module if compiled is None else torch.compile(self.module, **compiled)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, target = self.network.batch(len(batch), self.device)
-        loss: Tensor = self.network.criterion(self.run(inputs), target)
+        loss: Tensor = self.network.loss(self.run(inputs), target)
         return loss
 
     def configure_optimizers(self) -> Optimizer:
@@ -218,7 +215,7 @@ def compared(name: str, limit_bytes: int, end: float) -> Row:
         return {"note": f"not run: {free_bytes / GB:.1f} GB are free"}
     if "bf16" in name and not torch.cuda.is_bf16_supported(including_emulation=False):
         return {"note": "not run: the device has no native bfloat16"}
-    network = network_of(name)
+    network = NETWORKS[name]
     if note := too_slow(network, limit_bytes, SEARCH_STEPS + TRAINED_STEPS, end):
         return {"note": note}
     row = searched(functools.partial(Trained, name), TRAINED_STEPS, limit_bytes)
@@ -250,7 +247,7 @@ def compiled(mode: str, end: float) -> Row:
     limit_bytes = COMPILED_LIMIT_GB * GB
     steps = SEARCH_STEPS + COMPILED_STEPS
     # Without a compilation, a step is not much slower, and its time is known soon.
-    if note := too_slow(network_of(COMPILED), limit_bytes, steps, end):
+    if note := too_slow(NETWORKS[COMPILED], limit_bytes, steps, end):
         return {"note": note}
     module = functools.partial(Trained, COMPILED, {"mode": mode})
     return searched(module, COMPILED_STEPS, limit_bytes)

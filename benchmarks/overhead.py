@@ -32,13 +32,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 
 from benchmarks.common import command_line, markdown, report, trainer_for
-from benchmarks.workloads import Training, Workload, floats, wide_mlp
+from benchmarks.networks import Network, host_training
+from benchmarks.networks.others import wide_mlp
+from benchmarks.networks.record import classified
 from lightning_batchmem import MemoryProfiler
 
 OURS = "MemoryProfiler"
@@ -68,11 +70,9 @@ class HookTimes(SimpleProfiler):
         self.recorded_durations[action_name].append(seconds)
 
 
-def small() -> Training:
+def small() -> LightningModule:
     """Three linear layers, in batches of 16 samples."""
-    return Training(
-        Workload(partial(wide_mlp, 64, 2), partial(floats, shape=(64,)), room_mib=0), batch_size=16
-    )
+    return host_training(Network(partial(wide_mlp, 64, 2), classified(64)), batch_size=16)
 
 
 def run(accelerator: str, interval: int, turn: int) -> dict[str, float]:

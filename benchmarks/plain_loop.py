@@ -25,10 +25,11 @@ from benchmarks.common import (
     silence,
     trainer_for,
 )
-from benchmarks.workloads import MIB, QUICK_WORKLOADS, RandomSamples, Sample, Training
+from benchmarks.networks import MIB, Sample, group, host_training
 from lightning_batchmem import Plan, find_batch_size, find_batch_size_of_loop
 from lightning_batchmem.devices import device_memory_for
 
+NETWORKS = group("host, quick")
 WAYS = ("Trainer", "loop")
 
 # Samples that are repeated in a batch of the loop.
@@ -38,13 +39,13 @@ SAMPLES = 16
 def search(name: str, way: str) -> Plan:
     """Search in this process."""
     silence()
-    workload = QUICK_WORKLOADS[name]
-    trainer_for([], 1, limit_val_batches=0).fit(Training(workload))
-    module = Training(workload)
+    network = NETWORKS[name]
+    trainer_for([], 1, limit_val_batches=0).fit(host_training(network))
+    module = host_training(network)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device_memory = device_memory_for(device)
     assert device_memory is not None
-    limit_bytes = workload.room_bytes
+    limit_bytes = network.room_bytes
     if device.type == "cpu":
         limit_bytes += device_memory.current().allocated_bytes
     if way == "Trainer":
@@ -54,11 +55,11 @@ def search(name: str, way: str) -> Plan:
         )
     module.to(device)
     optimizer = module.configure_optimizers()
-    data = RandomSamples(workload.sample)
+    data = module.train_dataloader().dataset
     samples = [data[index] for index in range(SAMPLES)]
 
     def make_batch(size: int) -> Sample:
-        batch: Sample = workload.collate([samples[index % SAMPLES] for index in range(size)])
+        batch: Sample = network.collate([samples[index % SAMPLES] for index in range(size)])
         return batch
 
     def step(batch: tuple[Tensor, ...]) -> None:
@@ -68,13 +69,13 @@ def search(name: str, way: str) -> Plan:
         optimizer.step()
 
     return find_batch_size_of_loop(
-        step, make_batch, model=module.network, optimizer=optimizer, memory_limit=limit_bytes
+        step, make_batch, model=module.module, optimizer=optimizer, memory_limit=limit_bytes
     )
 
 
 def main() -> None:
     """Search in new processes, or in this one."""
-    parser = command_line(__doc__, QUICK_WORKLOADS, writes=True)
+    parser = command_line(__doc__, NETWORKS, writes=True)
     parser.add_argument("--repeats", type=int, default=3, help="searches in each way")
     parser.add_argument("--way", choices=WAYS, help="search in this process, in this way")
     arguments = parser.parse_args()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.published_networks import MILABENCH_TEXT, Gpt, GptSettings
+from benchmarks.networks.published import MILABENCH_TEXT, Gpt, GptSettings
 
 STEPS = 3
 
@@ -259,8 +259,11 @@ def milabench_text(
     *, network: str, precision: str, samples: int, keeps_outputs: bool = False
 ) -> None:
     """Train a network of transformers as ``benchmarks/huggingface``, which keeps gradients."""
-    shape = MILABENCH_TEXT[network]
-    made = shape.network().to("cuda").train()
+    known = MILABENCH_TEXT[network]
+    made = known.module().to("cuda").train()
+    # The names of a sample and its target.
+    names = ("input_features" if network == "Whisper" else "input_ids", "labels")
+    generator = torch.Generator()
     optimizer = torch.optim.Adam(made.parameters(), lr=1e-3)
     is_half = precision == "fp16"
     scaler = torch.amp.GradScaler("cuda", enabled=is_half)
@@ -277,9 +280,8 @@ def milabench_text(
     # What lives in the next step is part of its peak: there the loss does, and the outputs do not.
     kept: tuple[Tensor, Any] | None = None
     for _ in range(STEPS):
-        batch = shape.batch(samples)
-        batch = {name: value.to("cuda") for name, value in batch.items()}
-        kept = step(batch)
+        batch = known.collate([known.sample(generator) for _ in range(samples)])
+        kept = step({name: part.to("cuda") for name, part in zip(names, batch, strict=True)})
     del kept
 
 
@@ -342,7 +344,7 @@ def shard(*, model: str, ranks: int, samples: int, checkpointing: str) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from benchmarks.published_networks import LLAMA_SHAPES, Llama, sharded
+    from benchmarks.networks.published import LLAMA_SHAPES, Llama, sharded
 
     shape = LLAMA_SHAPES[model]
     os.environ["LOCAL_RANK"] = "0"

@@ -45,9 +45,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command_line, in_fresh_process, machine, markdown, write_page
-from benchmarks.held_out_workloads import ALL_WORKLOADS, HELD_OUT_WORKLOADS
-from benchmarks.ways import WAYS
-from benchmarks.workloads import MIB, WORKLOADS
+from benchmarks.networks import MIB, group
+from benchmarks.ways import NETWORKS, WAYS
 
 AGREEING = 5
 """Trainings, each in a fresh process, that must all survive."""
@@ -106,7 +105,7 @@ class Measurements:
         if machine() not in self.machines:
             self.machines.append(machine())
         result = in_fresh_process(
-            "benchmarks.ways", name, way, room_bytes=ALL_WORKLOADS[name].room_bytes
+            "benchmarks.ways", name, way, room_bytes=NETWORKS[name].room_bytes
         )
         shown = {key: result[key] for key in _PRINTED if key in result}
         print(f"{time.strftime('%H:%M:%S')} {name}, {way}: {shown}", file=sys.stderr, flush=True)
@@ -225,7 +224,7 @@ def table(by_name: dict[str, Any]) -> str:
     notes = list[str]()
     for name, known in by_name.items():
         best = known.get("oracle")
-        room = f"{ALL_WORKLOADS[name].room_bytes / MIB:,.0f}"
+        room = f"{NETWORKS[name].room_bytes / MIB:,.0f}"
         row = {
             "network": name,
             "room MiB": room,
@@ -272,13 +271,13 @@ def _summary(values: Sequence[float], form: str) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, ALL_WORKLOADS)
-    parser.set_defaults(only=list(WORKLOADS))
+    parser = command_line(__doc__, NETWORKS)
+    parser.set_defaults(only=list(group("host")))
     parser.add_argument(
         "--held-out",
         action="store_const",
         dest="only",
-        const=list(HELD_OUT_WORKLOADS),
+        const=list(group("host, held out")),
         help="thirteen networks of other kinds",
     )
     parser.add_argument(

@@ -49,7 +49,8 @@ from benchmarks.common import (
     trainer_for,
     write_page,
 )
-from benchmarks.large_networks import Linear, TransformerBlock, resnet18, text_loss
+from benchmarks.networks.images import resnet18
+from benchmarks.networks.texts import gpt2, text_loss
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
 from lightning_batchmem.simulated_gpu.launch import Program, kernels_of, run
 
@@ -87,13 +88,6 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
             tokens = torch.full(self.sample.shape, index % 1000)
             return tokens, tokens
         return torch.ones(self.sample.shape), torch.tensor(index % 1000)
-
-
-def gpt(layers: int) -> nn.Module:
-    """A GPT of width 768."""
-    blocks = (TransformerBlock() for _ in range(layers))
-    head = (nn.LayerNorm(768), Linear(768, 50257), nn.Flatten(0, 1))
-    return nn.Sequential(nn.Embedding(50257, 768), *blocks, *head)
 
 
 class Adapted(nn.Module):
@@ -153,7 +147,7 @@ class Kind(NamedTuple):
 
 _TEXT = Sample((512,), is_text=True)
 KINDS = {
-    **{f"gpt-{layers}": Kind(partial(gpt, layers), _TEXT, text_loss) for layers in (*LAYERS, 12)},
+    **{f"gpt-{layers}": Kind(partial(gpt2, layers), _TEXT, text_loss) for layers in (*LAYERS, 12)},
     "resnet18": Kind(resnet18, Sample((3, 224, 224), is_text=False), F.cross_entropy),
     "llama-7b-lora": Kind(llama, _TEXT, text_loss, "bf16-true"),
 }

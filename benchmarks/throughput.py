@@ -35,8 +35,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import command_line, in_fresh_process, markdown, report
+from benchmarks.networks import group
 from benchmarks.throughput_ways import ROUNDS, WAYS
-from benchmarks.workloads import QUICK_WORKLOADS
 
 MODULE = "benchmarks.throughput_ways"
 
@@ -164,7 +164,7 @@ def _sizes(runs: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def main() -> None:
-    parser = command_line(__doc__, QUICK_WORKLOADS, writes=True)
+    parser = command_line(__doc__, group("host, quick"), writes=True)
     parser.add_argument(
         "--repeats", type=int, default=3, help="searches of each kind; default: %(default)s"
     )

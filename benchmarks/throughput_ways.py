@@ -22,8 +22,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.common import command_line, emit, one_line, silence, trainer_for
-from benchmarks.workloads import MIB, QUICK_WORKLOADS, SAMPLES_RUN
+from benchmarks.networks import MIB, group, host_training
+from benchmarks.networks.trainings import SAMPLES_RUN
 from lightning_batchmem import BatchFinder
+
+NETWORKS = group("host, quick")
 
 ROUNDS = 8
 """Rounds in which all sizes are measured, and rounds of the training after a search, by default.
@@ -141,12 +144,12 @@ WAYS: dict[str, Callable[[int, int], Callback]] = {
 
 def search(name: str, way: str, trials: int, num_rounds: int) -> None:
     """Search once, train at the size for some rounds of steps, and emit the results."""
-    workload = QUICK_WORKLOADS[name]
+    network = NETWORKS[name]
     if torch.cuda.is_available():
         limit_bytes = CUDA_LIMIT_BYTES
     else:
-        limit_bytes = psutil.Process().memory_info().rss + workload.room_mib * MIB
-    module = workload.training(workload)
+        limit_bytes = psutil.Process().memory_info().rss + network.room_mib * MIB
+    module = host_training(network)
     search_clock = SearchClock()
     clock = _step_clock()
     timed = TimedSteps(clock, num_rounds)
@@ -170,7 +173,7 @@ def time_steps(name: str, sizes: Sequence[int], num_rounds: int) -> None:
     step_seconds: dict[int, list[float]] = {size: [] for size in sizes}
     context = multiprocessing.get_context("forkserver")
     # The server imports everything once, and each process begins as a copy of it.
-    context.set_forkserver_preload(["benchmarks.workloads"])
+    context.set_forkserver_preload(["benchmarks.networks"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
         for _ in range(num_rounds):
             for size in sizes:
@@ -183,16 +186,16 @@ def fastest_step_seconds(name: str, size: int) -> float:
     """Train for a few steps in this process, and return the time of the fastest."""
     torch.set_num_threads(1)
     silence()
-    workload = QUICK_WORKLOADS[name]
+    network = NETWORKS[name]
     clock = _step_clock()
     timed = TimedSteps(clock)
-    trainer_for([clock, timed], -1, limit_val_batches=0).fit(workload.training(workload, size))
+    trainer_for([clock, timed], -1, limit_val_batches=0).fit(host_training(network, size))
     return timed.fastest_seconds[0]
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("network", choices=QUICK_WORKLOADS)
+    parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("--way", choices=WAYS, help="search in this way; one of %(choices)s")
     parser.add_argument(
         "--trials", type=int, default=1, help="of Lightning's finder; default: %(default)s"

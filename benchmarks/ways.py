@@ -22,9 +22,10 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from benchmarks.caps import cap
 from benchmarks.common import command_line, emit, one_line, trainer_for
-from benchmarks.held_out_workloads import ALL_WORKLOADS, module_for
+from benchmarks.networks import group, host_training
 from lightning_batchmem import BatchFinder, Plan
 
+NETWORKS = group("host", "host, held out")
 STEPS = 60
 
 STEPS_PER_ATTEMPT = 3
@@ -70,7 +71,7 @@ class Progress(Callback):
         # Counting starts here, because the finder comes first and runs its steps in this hook.
         self._steps = 0
         if self._finder is not None:
-            # mypy does not see that the module is a Training, whose batch size is an int.
+            # mypy does not see that the module is a HostTraining, whose batch size is an int.
             self._limit.found(pl_module.batch_size)  # type: ignore[arg-type]
         if isinstance(self._finder, BatchFinder) and self._finder.plan is not None:
             emit_peaks(self._finder.plan)
@@ -124,11 +125,12 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
 
     The training has three evaluations, and a checkpoint after each.
     """
+    network = NETWORKS[name]
 
     # The documentation of accelerate and toma also builds everything anew for each size.
     def attempt(batch_size: int) -> int:
-        trainer_for([limit], STEPS_PER_ATTEMPT * ALL_WORKLOADS[name].optimizers).fit(
-            module_for(name, batch_size)
+        trainer_for([limit], STEPS_PER_ATTEMPT * network.optimizers).fit(
+            host_training(network, batch_size)
         )
         return batch_size
 
@@ -141,26 +143,26 @@ def run(name: str, way: str, steps: int, limit: Limit) -> None:
         callbacks = (limit, finder, Progress(limit, finder))
         trainer = trainer_for(
             [callback for callback in callbacks if callback is not None],
-            steps * ALL_WORKLOADS[name].optimizers,
+            steps * network.optimizers,
             default_root_dir=directory,
             enable_checkpointing=True,
             val_check_interval=steps // 3,
             limit_val_batches=2,
         )
-        trainer.fit(module_for(name, batch_size))
+        trainer.fit(host_training(network, batch_size))
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("workload", choices=ALL_WORKLOADS)
+    parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("way", help=f"one of {', '.join(WAYS)}, or a batch size")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="of the training; default: %(default)s"
     )
     chosen = parser.parse_args()
-    limit = Limit(ALL_WORKLOADS[chosen.workload].room_bytes)
+    limit = Limit(NETWORKS[chosen.network].room_bytes)
     try:
-        run(chosen.workload, chosen.way, chosen.steps, limit)
+        run(chosen.network, chosen.way, chosen.steps, limit)
     # Near the limit memory may run out anywhere, with any error.
     except Exception as error:  # noqa: BLE001
         emit(error=one_line(error))

@@ -14,9 +14,8 @@ import pytest
 
 from benchmarks import search, simulated_cost, throughput
 from benchmarks.common import ROOT, in_fresh_process
-from benchmarks.held_out_workloads import ALL_WORKLOADS
 from benchmarks.search import largest_that
-from benchmarks.workloads import WORKLOADS
+from benchmarks.ways import NETWORKS
 
 COMMANDS = [
     path.stem
@@ -92,10 +91,9 @@ def errors_of(known):
 def test_a_search_continues_from_its_file(run, searches, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "in_fresh_process", None)
     path = shutil.copy(RESULTS / "search.json", tmp_path)
-    networks = [name for name in ALL_WORKLOADS if not name.startswith("small ")]
-    command = f"search --quick --ways BatchFinder --only {shlex.join(networks)} --file {path}"
+    command = f"search --quick --ways BatchFinder --only {shlex.join(NETWORKS)} --file {path}"
     rows = rows_of(run(command))
-    assert [row["network"] for row in rows] == networks
+    assert [row["network"] for row in rows] == list(NETWORKS)
     for row in rows:
         count = len(errors_of(searches[row["network"]]))
         assert f"failed 0 of {count}" in row["BatchFinder"]
@@ -145,14 +143,14 @@ def test_the_page_has_what_a_simulated_search_costs():
 
 def test_a_training_in_a_control_group_survives_or_is_killed():
     training = partial(
-        in_fresh_process, "benchmarks.ways", "LSTM", room_bytes=WORKLOADS["LSTM"].room_bytes
+        in_fresh_process, "benchmarks.ways", "LSTM", room_bytes=NETWORKS["LSTM"].room_bytes
     )
     try:
         small = training("2", "--steps", "3")
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
     assert (small["error"], small["steps"]) == (None, 3)
-    assert 0 < small["used_bytes"] <= small["peak_bytes"] < WORKLOADS["LSTM"].room_bytes
+    assert 0 < small["used_bytes"] <= small["peak_bytes"] < NETWORKS["LSTM"].room_bytes
     large = training("400")
     assert (large["error"], large["last_new_size"], large.get("steps")) == ("killed", 400, None)
 

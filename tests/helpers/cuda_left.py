@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.cuda_networks import project
 from benchmarks.cuda_search import in_fork, start_device
+from benchmarks.networks import group, project
 from lightning_batchmem import BatchFinder, find_batch_size, find_batch_size_of_loop
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
 
@@ -120,7 +120,7 @@ class TrainingAlone(Callback):
 def training(name: str, precision: str, size: int) -> dict[str, Any]:
     """What a training takes: with a search if ``size`` is 0, and at this size without one."""
     start_device(DEVICE_BYTES)
-    module = project(name, DEVICE_BYTES, size or 2)
+    module = project(group("device")[name], DEVICE_BYTES, size or 2)
     alone = TrainingAlone()
     finders = [] if size else [BatchFinder(min_steps_per_epoch=None, objective="memory")]
     options = {"max_epochs": 2, "limit_train_batches": 10, "limit_val_batches": 2}

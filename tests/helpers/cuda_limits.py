@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.cuda_networks import project
 from benchmarks.cuda_search import EPOCHS, Watch
+from benchmarks.networks import group, project
 from lightning_batchmem import BatchFinder
 from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
 from tests.helpers.lawful import MIB
@@ -37,7 +37,7 @@ def memory_limit() -> dict[str, Any]:
     limit_mib = 700
     finder = BatchFinder(memory_limit=limit_mib * MIB, min_steps_per_epoch=None, objective="memory")
     watch = PeakOfTraining()
-    module = project("resnet", torch.cuda.mem_get_info()[1])
+    module = project(group("device")["resnet"], torch.cuda.mem_get_info()[1])
     gpu_trainer(finder, watch, max_epochs=EPOCHS, limit_val_batches=2).fit(module)
     (rehearsed_bytes,) = (
         trial.held_peak_bytes

@@ -18,13 +18,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from benchmarks.common import silence
-from benchmarks.cuda_networks import NETWORKS, Project, project
+from benchmarks.networks import group, project
+from benchmarks.networks.trainings import Project
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.tensors import bytes_of
 from tests.helpers.cuda_stub import mib
 from tests.helpers.lawful import MIB, quiet_trainer
 from tests.helpers.rank_processes import run_ranks
 
+NETWORKS = group("device")
 STEPS = 5
 FAILING_RANK = 1
 
@@ -88,20 +90,20 @@ def train(
 
 def memory() -> dict[str, Any]:
     """A search that memory limits."""
-    return train(project("mlp", 0))
+    return train(project(NETWORKS["mlp"]))
 
 
 def ways() -> dict[str, Any]:
     """Other ways to train, one after the other."""
     return {
-        "16-mixed": train(project("mlp", 0), precision="16-mixed"),
-        "activation checkpointing": train(project("checkpointed gpt", 0)),
+        "16-mixed": train(project(NETWORKS["mlp"]), precision="16-mixed"),
+        "activation checkpointing": train(project(NETWORKS["checkpointed gpt"])),
         # Both optimizers count a step.
-        "two optimizers": train(project("gan", 0), max_steps=2 * STEPS),
+        "two optimizers": train(project(NETWORKS["gan"]), max_steps=2 * STEPS),
         "LearningRateFinder": train(
-            WithRate(NETWORKS["mlp"], 0), LearningRateFinder(num_training_steps=20)
+            WithRate(NETWORKS["mlp"]), LearningRateFinder(num_training_steps=20)
         ),
-        "WeightAveraging": train(project("mlp", 0), WeightAveraging()),
+        "WeightAveraging": train(project(NETWORKS["mlp"]), WeightAveraging()),
     }
 
 
@@ -117,7 +119,7 @@ class WithRate(Project):
 def memory_limit(name: str, limit_mib: str) -> dict[str, Any]:
     """Three short epochs within a limit of the user."""
     return train(
-        project(name, 0),
+        project(NETWORKS[name]),
         finder={"memory_limit": int(limit_mib) * MIB},
         max_steps=-1,
         max_epochs=3,
@@ -129,7 +131,7 @@ class Failing(Project):
     """A project that fails on one rank, in a step of the search."""
 
     def __init__(self, fail: Callable[[], object], *, calls_collectives: bool) -> None:
-        super().__init__(NETWORKS["mlp"], 0)
+        super().__init__(NETWORKS["mlp"])
         self.fail = fail
         self.calls_collectives = calls_collectives
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from benchmarks.cuda_networks import project
+from benchmarks.networks import group, project
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.search.trial import TrialRunner
 from tests.helpers.cuda_stub import gpu_trainer, print_case
@@ -69,7 +69,7 @@ def every_trial_twice(name: str, gibibytes: str) -> dict[str, Any]:
     twice.install()
     finder = BatchFinder(objective="memory")
     finder.policy = replace(finder.policy, timed_seconds=0.0)
-    module = project(name, int(float(gibibytes) * 2**30))
+    module = project(group("device")[name], int(float(gibibytes) * 2**30))
     trainer: Trainer = gpu_trainer(finder, max_steps=1)
     trainer.fit(module)
     return {

@@ -2,7 +2,8 @@
 
     python tests/helpers/simulated_training.py NETWORK [CASE]
 
-The network is one of ``benchmarks.cuda_networks``. Run it in the root of the repository.
+The network is one of the group "device" of ``benchmarks.networks``. Run it in the root of the
+repository.
 """
 
 import os
@@ -15,19 +16,22 @@ from torch import Tensor, nn
 
 sys.path.insert(0, os.getcwd())
 
-from benchmarks.cuda_networks import Block, project
+from benchmarks.networks import group, project
+from benchmarks.networks.layers import Block
+
+NETWORKS = group("device")
 
 TRAINER = {"max_epochs": 2, "accelerator": "gpu", "logger": False, "enable_checkpointing": False}
 
 
 def make() -> LightningModule:
     """The GPT, for ``find --gpu`` and ``check --gpu``."""
-    return project("gpt", 0)
+    return project(NETWORKS["gpt"])
 
 
 def make_deeper() -> LightningModule:
     """The GPT with a block more."""
-    module = project("gpt", 0)
+    module = project(NETWORKS["gpt"])
     module.module.blocks.append(one_more_block())
     return module
 
@@ -64,7 +68,7 @@ def started_program() -> str:
 
 def main() -> None:
     name, *cases = sys.argv[1:]
-    module = project(name, 0, batch_size=4)
+    module = project(NETWORKS[name], batch_size=4)
     arguments = dict(TRAINER)
     if "loggers" in cases:
         arguments.update(logger=True, enable_checkpointing=True)

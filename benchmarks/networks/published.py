@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from benchmarks.networks.record import Network, Part, texts
 
 aten = torch.ops.aten
 
@@ -156,22 +157,6 @@ class Gpt(nn.Module):
         return logits
 
 
-@dataclass(frozen=True)
-class TextBench:
-    """A bench of milabench with transformers: how network and batch are made."""
-
-    network: Callable[[], nn.Module]
-    batch: Callable[[int], dict[str, Tensor]]
-
-
-def _tokens(vocabulary: int, tokens: int) -> Callable[[int], dict[str, Tensor]]:
-    def batch(samples: int) -> dict[str, Tensor]:
-        names = ("input_ids", "labels")
-        return {name: torch.randint(0, vocabulary, (samples, tokens)) for name in names}
-
-    return batch
-
-
 def _bert() -> nn.Module:
     import transformers
 
@@ -213,17 +198,13 @@ def _whisper() -> nn.Module:
     return network
 
 
-def _sounds(samples: int) -> dict[str, Tensor]:
-    features = torch.zeros(samples, 80, 3000)
-    return {"input_features": features, "labels": torch.zeros(samples, dtype=torch.long)}
-
-
 MILABENCH_TEXT = {
-    "Bert": TextBench(_bert, _tokens(30522, 512)),
-    "T5": TextBench(_t5, _tokens(32128, 1024)),
-    "Reformer": TextBench(_reformer, _tokens(320, 4096)),
-    "Whisper": TextBench(_whisper, _sounds),
+    "Bert": Network(_bert, texts(30522, 512)),
+    "T5": Network(_t5, texts(32128, 1024)),
+    "Reformer": Network(_reformer, texts(320, 4096)),
+    "Whisper": Network(_whisper, (Part((80, 3000)), Part((), 2))),
 }
+"""Networks of milabench that come from transformers."""
 
 
 @dataclass(frozen=True)
