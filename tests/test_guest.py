@@ -242,6 +242,18 @@ def step_of(model, optimizer):
     return step
 
 
+def found_by_loop(model, optimizer, step=None, **options):
+    """The plan of a loop on samples of four numbers."""
+    return find_batch_size_of_loop(
+        step or step_of(model, optimizer),
+        lambda size: torch.ones(size, 4),
+        model=model,
+        optimizer=optimizer,
+        max_batch_size=8,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_optimizers_in_a_loop(name):
     torch.manual_seed(0)
@@ -249,13 +261,7 @@ def test_wrapped_optimizers_in_a_loop(name):
     optimizer = WRAPPED[name](list(model.parameters()))
 
     before = [weight.detach().clone() for weight in model.parameters()]
-    plan = find_batch_size_of_loop(
-        step_of(model, optimizer),
-        lambda size: torch.ones(size, 4),
-        model=model,
-        optimizer=optimizer,
-        max_batch_size=8,
-    )
+    plan = found_by_loop(model, optimizer)
     assert_same([weight.detach() for weight in model.parameters()], before, name)
     assert not [note for note in search_notes(plan) if "did not step" in note]
     (trial, *_) = [one for one in plan.trials if one.outcome == "ok"]
@@ -405,13 +411,7 @@ def test_optimizers_that_refuse_hooks_in_a_loop(kind):
     optimizer = kind(model.parameters())
 
     with pytest.warns(UserWarning, match="The step of an optimizer cannot be read"):
-        plan = find_batch_size_of_loop(
-            step_of(model, optimizer),
-            lambda size: torch.ones(size, 4),
-            model=model,
-            optimizer=optimizer,
-            max_batch_size=8,
-        )
+        plan = found_by_loop(model, optimizer)
     assert plan.batch_size == 8
 
 
@@ -431,14 +431,7 @@ def test_states_of_a_loop_that_cannot_be_read():
     with pytest.raises(ReferenceError):
         isinstance(gone, nn.Module)
     with pytest.warns(UserWarning, match=r"cannot restore .*: state\[0\] \(ReferenceError\)"):
-        plan = find_batch_size_of_loop(
-            step,
-            lambda size: torch.ones(size, 4),
-            model=model,
-            optimizer=optimizer,
-            max_batch_size=8,
-            state=[gone, seen],
-        )
+        plan = found_by_loop(model, optimizer, step, state=[gone, seen])
     assert (plan.batch_size, seen) == (8, [])
 
 
@@ -649,20 +642,9 @@ def test_a_loop_whose_output_cannot_be_written(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Full())
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(batch):
-        model(batch).sum().backward()
-        optimizer.step()
-
     with pytest.warns(UserWarning, match="Standard output cannot be written"):
-        plan = find_batch_size_of_loop(
-            step,
-            lambda size: torch.ones(size, 4),
-            model=model,
-            optimizer=optimizer,
-            max_batch_size=4,
-        )
-    assert plan.batch_size == 4
+        plan = found_by_loop(model, optimizer)
+    assert plan.batch_size == 8
 
 
 # --- steps that a measurement cannot measure

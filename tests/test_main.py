@@ -428,6 +428,18 @@ def test_lightning_prints_no_notes_of_its_own(project):
     assert done.stdout.startswith("batch size 8, ")
 
 
+def error_of(arguments, capsys):
+    """The one line of a command that is refused."""
+    try:
+        code = main(arguments.split())
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -465,14 +477,7 @@ def test_lightning_prints_no_notes_of_its_own(project):
     ],
 )
 def test_wrong_arguments_are_one_line(project, capsys, arguments, message):
-    try:
-        exit_code = main(arguments.split())
-    except SystemExit as error:
-        exit_code = error.code
-    assert exit_code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message.format(cwd=project) in line
+    assert message.format(cwd=project) in error_of(arguments, capsys)
 
 
 # --- check
@@ -722,11 +727,4 @@ def test_simulate_lists_the_gpus(capsys):
     ],
 )
 def test_bad_input_of_simulate_is_one_line(simulated, capsys, command, message):
-    try:
-        code = main(command.split())
-    except SystemExit as error:
-        code = error.code
-    assert code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
+    assert message in error_of(command, capsys)

@@ -17,7 +17,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    StrategyRegistry,
+)
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,11 +30,29 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_batchmem import BatchFinder, find_batch_size
 from tests.helpers.budgets import OfRank
 from tests.helpers.fake_device import FakeDevice
-from tests.helpers.host_fsdp import HostFSDPStrategy
 from tests.helpers.lawful import MIB, quiet_trainer
 
 _devices = []
 _steps = itertools.count()
+
+
+class HostFSDPStrategy(FSDPStrategy):
+    """FSDP1 on the host.
+
+    Lightning refuses the host for the class itself, and not for one that is derived from it. torch
+    takes the host only where it is named.
+    """
+
+    def _setup_model(self, model):
+        # Lightning leaves a model with wrapped parts as it is.
+        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+            return super()._setup_model(model)
+        return FullyShardedDataParallel(
+            module=model,
+            sharding_strategy=self.sharding_strategy,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
 
 
 class Net(LightningModule):
