@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from benchmarks.networks.record import Network, Part, texts
+from benchmarks.networks.record import Network, Part, tokens
 
 aten = torch.ops.aten
 
@@ -199,9 +199,9 @@ def _whisper() -> nn.Module:
 
 
 MILABENCH_TEXT = {
-    "Bert": Network(_bert, texts(30522, 512)),
-    "T5": Network(_t5, texts(32128, 1024)),
-    "Reformer": Network(_reformer, texts(320, 4096)),
+    "Bert": Network(_bert, tokens(30522, 512)),
+    "T5": Network(_t5, tokens(32128, 1024)),
+    "Reformer": Network(_reformer, tokens(320, 4096)),
     "Whisper": Network(_whisper, (Part((80, 3000)), Part((), 2))),
 }
 """Networks of milabench that come from transformers."""

@@ -47,9 +47,9 @@ def classified(*shape: int, classes: int = CLASSES, high: int | None = None) -> 
     return Part(shape, high), Part((), classes)
 
 
-def texts(tokens: int, length: int) -> Parts:
-    """As many tokens, of a vocabulary of so many, and a target for each of them."""
-    return (Part((length,), tokens),) * 2
+def tokens(vocabulary: int, length: int) -> Parts:
+    """A text of this length, and a target for each token."""
+    return (Part((length,), vocabulary),) * 2
 
 
 def padded(samples: Sequence[Sample]) -> Sample:
