@@ -14,31 +14,17 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.cuda_search import EPOCHS, Watch
 from benchmarks.networks import group, project
 from lightning_batchmem import BatchFinder
-from tests.helpers.cuda_stub import gpu_trainer, mib, print_case
+from tests.helpers.cuda_stub import PeakOfTraining, gpu_trainer, mib, print_case
 from tests.helpers.lawful import MIB
-
-
-class PeakOfTraining(Watch):
-    """Keeps the reserved peak of the training, without the search before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-
-    def on_train_start(self, *_: Any) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def on_train_end(self, *_: Any) -> None:
-        self.peak_bytes = torch.cuda.max_memory_reserved()
 
 
 def memory_limit() -> dict[str, Any]:
     """A search under ``memory_limit``, and three epochs of 20 steps at the size that it found."""
     limit_mib = 700
     finder = BatchFinder(memory_limit=limit_mib * MIB, min_steps_per_epoch=None, objective="memory")
-    watch = PeakOfTraining()
+    peak = PeakOfTraining()
     module = project(group("device")["resnet"], torch.cuda.mem_get_info()[1])
-    gpu_trainer(finder, watch, max_epochs=EPOCHS, limit_val_batches=2).fit(module)
+    gpu_trainer(finder, Watch(), peak, max_epochs=EPOCHS, limit_val_batches=2).fit(module)
     (rehearsed_bytes,) = (
         trial.held_peak_bytes
         for trial in finder.plan.trials
@@ -48,7 +34,7 @@ def memory_limit() -> dict[str, Any]:
         "size": module.batch_size,
         "limit_mib": limit_mib,
         "rehearsed_mib": mib(rehearsed_bytes),
-        "trained_mib": mib(watch.peak_bytes),
+        "trained_mib": mib(peak.peak_bytes),
     }
 
 

@@ -22,24 +22,13 @@ from benchmarks.networks import group, project
 from benchmarks.networks.trainings import Project
 from lightning_batchmem import BatchFinder
 from lightning_batchmem.devices.tensors import bytes_of
-from tests.helpers.cuda_stub import mib
+from tests.helpers.cuda_stub import PeakOfTraining, mib
 from tests.helpers.lawful import MIB, quiet_trainer
 from tests.helpers.rank_processes import run_ranks
 
 NETWORKS = group("device")
 STEPS = 5
 FAILING_RANK = 1
-
-
-class PeakOfTraining(Callback):
-    """Keeps the reserved peak of the training, and the share of the device that it may take."""
-
-    def on_train_start(self, *_: Any) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
-    def on_train_end(self, *_: Any) -> None:
-        self.peak_bytes = torch.cuda.max_memory_reserved()
-        self.fraction = torch.cuda.get_per_process_memory_fraction()
 
 
 def train(

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from benchmarks.processes import end_with_children
 from tests.helpers.lawful import MIB, quiet_trainer
@@ -147,6 +147,17 @@ def print_case(cases: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
 def gpu_trainer(*callbacks: Any, **arguments: Any) -> Trainer:
     """A trainer on one CUDA device that writes and prints nothing."""
     return quiet_trainer(*callbacks, **{"accelerator": "gpu", "devices": 1, **arguments})
+
+
+class PeakOfTraining(Callback):
+    """Keeps the reserved peak of the training, and the share of the device that it may take."""
+
+    def on_train_start(self, *_: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.peak_bytes = torch.cuda.max_memory_reserved()
+        self.fraction = torch.cuda.get_per_process_memory_fraction()
 
 
 def mib(used_bytes: float) -> float:
