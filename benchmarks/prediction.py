@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, command_line, markdown
 from lightning_batchmem.plan.fit import fit_memory
-from lightning_batchmem.plan.records import Trial
+from lightning_batchmem.plan.records import Trial, TrialMemory
 
 # The searches that docs/comparison.md shows. They can be read on any machine.
 RESULTS = ROOT / "benchmarks" / "results" / "cpu-2-cores" / "search.json"
@@ -34,11 +34,11 @@ def errors(trials: Sequence[Trial]) -> Iterable[tuple[float, float]]:
     for trial in trials:
         smaller = [other for other in trials if 2 * other.batch_size <= trial.batch_size]
         if (model := fit_memory(smaller)) is not None:
-            difference_bytes = model.predict_bytes(trial.batch_size) - trial.peak_bytes
-            first_bytes = min(other.peak_bytes for other in smaller)
+            difference_bytes = model.predict_bytes(trial.batch_size) - trial.memory.peak_bytes
+            first_bytes = min(other.memory.peak_bytes for other in smaller)
             yield (
-                difference_bytes / trial.peak_bytes,
-                difference_bytes / (trial.peak_bytes - first_bytes),
+                difference_bytes / trial.memory.peak_bytes,
+                difference_bytes / (trial.memory.peak_bytes - first_bytes),
             )
 
 
@@ -46,7 +46,11 @@ def trials_of(run: dict[str, Any]) -> list[Trial]:
     """The trials of a stored search."""
     start_bytes = run["start_bytes"]
     return [
-        Trial(size, "ok", {phase: start_bytes + peaks[i] for phase, peaks in run["peaks"].items()})
+        Trial(
+            size,
+            "ok",
+            TrialMemory({phase: start_bytes + peaks[i] for phase, peaks in run["peaks"].items()}),
+        )
         for i, size in enumerate(run["sizes"])
     ]
 

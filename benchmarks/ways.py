@@ -88,11 +88,11 @@ def emit_peaks(plan: Plan) -> None:
     Peaks are beyond the bytes of tensors before the first step. The size that was found is the
     last.
     """
-    start_bytes = plan.trials[0].start_bytes
-    trials = [trial for trial in plan.trials if trial.outcome == "ok" and trial.is_exact]
+    start_bytes = plan.trials[0].memory.start_bytes
+    trials = [trial for trial in plan.trials if trial.outcome == "ok" and trial.memory.is_exact]
     peaks = {
-        phase: [trial.phase_peak_bytes[phase] - start_bytes for trial in trials]
-        for phase in trials[-1].phase_peak_bytes
+        phase: [trial.memory.phase_peak_bytes[phase] - start_bytes for trial in trials]
+        for phase in trials[-1].memory.phase_peak_bytes
     }
     emit(start_bytes=start_bytes, sizes=[trial.batch_size for trial in trials], peaks=peaks)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_batchmem.memory_profiler import MemoryProfiler
     from lightning_batchmem.plan.notes import Note
     from lightning_batchmem.plan.plan import Plan
-    from lightning_batchmem.plan.records import Line, MemoryModel, Trial
+    from lightning_batchmem.plan.records import Line, MemoryModel, Trial, TrialMemory
     from lightning_batchmem.search.search import NothingFitsError
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "NothingFitsError",
     "Plan",
     "Trial",
+    "TrialMemory",
     "Variant",
 ]
 __all__ += ["__version__", "assert_memory", "compare", "find_batch_size", "find_batch_size_of_loop"]
@@ -38,7 +39,7 @@ _NAMES = {
     "memory_profiler": ("MemoryProfiler",),
     "plan.notes": ("Note",),
     "plan.plan": ("Plan",),
-    "plan.records": ("Line", "MemoryModel", "Trial"),
+    "plan.records": ("Line", "MemoryModel", "Trial", "TrialMemory"),
     "search.search": ("NothingFitsError",),
 }
 

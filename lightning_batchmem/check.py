@@ -228,7 +228,7 @@ def memory_of(plan: Plan, device: str) -> StepMemory:
     Raises:
         ValueError: if live bytes were not counted, or at one size only.
     """
-    if not all(trial.is_exact for trial in plan.trials):
+    if not all(trial.memory.is_exact for trial in plan.trials):
         raise ValueError("the memory of a compiled step cannot be counted")
     if plan.memory is None:
         raise ValueError(f"the memory must be measured at two sizes, got one: {plan.reason}")

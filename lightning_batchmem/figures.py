@@ -92,7 +92,9 @@ def plot_search(plan: Plan) -> Figure | None:
     that were measured. Both have the chosen size and the fastest one; the title has the reason.
     ``None`` if no size was measured.
     """
-    completed = [trial for trial in plan.trials if trial.outcome == "ok" and trial.peak_bytes]
+    completed = [
+        trial for trial in plan.trials if trial.outcome == "ok" and trial.memory.peak_bytes
+    ]
     if not completed:
         return None
     of_rank = " of each rank" if plan.ranks > 1 else ""
@@ -150,8 +152,8 @@ def _draw_trials(axes: Axes, plan: Plan, completed: Sequence[Trial]) -> None:
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
         axes.plot(sizes, predicted, label="tensors, predicted", color=_BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]
-    process = [trial.held_bytes / MIB for trial in completed]
-    tensors = [trial.peak_bytes / MIB for trial in completed]
+    process = [trial.memory.held_bytes / MIB for trial in completed]
+    tensors = [trial.memory.peak_bytes / MIB for trial in completed]
     if process != tensors:
         axes.plot(measured, tensors, label="tensors", color=_ORANGE, fillstyle="none", **_POINTS)
     # Failed trials are drawn at the limit, because the peak of a trial that ran out of memory is

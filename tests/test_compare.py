@@ -19,7 +19,7 @@ from lightning_batchmem import (
     compare,
 )
 from lightning_batchmem import comparison as comparison_module
-from lightning_batchmem.plan.records import MIB, Chosen
+from lightning_batchmem.plan.records import MIB, Chosen, TrialMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
@@ -32,8 +32,10 @@ def plan_of(size, intercept_mib, slope_mib, samples_per_second):
         }
 
     trials = (
-        Trial(2, "ok", peaks(2), samples_per_second=9.0),
-        Trial(size, "ok", peaks(size), "rehearsal", samples_per_second=samples_per_second),
+        Trial(2, "ok", TrialMemory(peaks(2)), samples_per_second=9.0),
+        Trial(
+            size, "ok", TrialMemory(peaks(size)), "rehearsal", samples_per_second=samples_per_second
+        ),
     )
     return Plan(Chosen(size, "max_batch_size", ""), trials, 10**9)
 

@@ -8,14 +8,14 @@ from matplotlib import pyplot
 
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.records import MIB, Trial
-from tests.helpers.plans import plan_with
+from lightning_batchmem.plan.records import MIB, Trial, TrialMemory
+from tests.helpers.plans import plan_with, trial_with
 from tests.plan.test_plan import PLAN as OTHER_PLAN
 
 TRIALS = (
-    Trial(2, "ok", {"forward": 104 * MIB}, samples_per_second=2 / 0.012),
-    Trial(32, "ok", {"forward": 164 * MIB}, samples_per_second=32 / 0.040),
-    Trial(48, "out_of_memory", {"forward": 90 * MIB}),
+    Trial(2, "ok", TrialMemory({"forward": 104 * MIB}), samples_per_second=2 / 0.012),
+    Trial(32, "ok", TrialMemory({"forward": 164 * MIB}), samples_per_second=32 / 0.040),
+    Trial(48, "out_of_memory", TrialMemory({"forward": 90 * MIB})),
 )
 PLAN = replace(OTHER_PLAN, trials=TRIALS, device="host")
 
@@ -91,7 +91,7 @@ def test_memory_has_trials_line_limit_and_chosen_size():
         "limit 200.0 MiB": ([0, 1], [200, 200]),
         "chosen: 32": ([32, 32], [0, 1]),
     }
-    held = replace(TRIALS[0], held_peak_bytes=130 * MIB)
+    held = trial_with(TRIALS[0], held_peak_bytes=130 * MIB)
     shown = lines(plot_search(replace(PLAN, trials=(held,))))
     assert (shown["process"], shown["tensors"]) == (([2], [130]), ([2], [104]))
 

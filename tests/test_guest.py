@@ -265,7 +265,7 @@ def test_wrapped_optimizers_in_a_loop(name):
     assert_same([weight.detach() for weight in model.parameters()], before, name)
     assert not [note for note in search_notes(plan) if "did not step" in note]
     (trial, *_) = [one for one in plan.trials if one.outcome == "ok"]
-    assert ("optimizer_step" in trial.phase_peak_bytes) == (name != "no hook")
+    assert ("optimizer_step" in trial.memory.phase_peak_bytes) == (name != "no hook")
 
 
 class RelativeSteps(torch.optim.SGD):

@@ -48,11 +48,11 @@ class TrainingWatch:
         # Live bytes before the first step; 0 where they are not known, or were compared.
         self._start_bytes = 0
         if device_memory.reports_requested_bytes and at_size:
-            self._start_bytes = at_size[-1].start_bytes
+            self._start_bytes = at_size[-1].memory.start_bytes
         # Bytes of the largest batch; 0 where it is not known, or a warning was given.
         self._largest_bytes = 0
         if knows_largest_batch and at_size:
-            self._largest_bytes = at_size[-1].largest_batch_bytes
+            self._largest_bytes = at_size[-1].memory.largest_batch_bytes
 
     def begin_step(self, trainer: Trainer, batch: object) -> None:
         """Compare what is in use, and the batch, with those of the search."""

@@ -30,7 +30,7 @@ def ran_through(trials: Iterable[Trial]) -> list[Trial]:
     """
     by_size: dict[int, list[Trial]] = {}
     for trial in trials:
-        if trial.outcome != "out_of_memory" and trial.phase_peak_bytes:
+        if trial.outcome != "out_of_memory" and trial.memory.phase_peak_bytes:
             by_size.setdefault(trial.batch_size, []).append(trial)
     worst = {size: t[0] if len(t) == 1 else Trial.worst_of(t) for size, t in by_size.items()}
     return [worst[size] for size in sorted(worst)]
@@ -45,7 +45,7 @@ def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
     return [
         trial.batch_size
         for i, trial in enumerate(ran)
-        if any(t.peak_bytes < trial.peak_bytes for t in ran[i:])
+        if any(t.memory.peak_bytes < trial.memory.peak_bytes for t in ran[i:])
     ]
 
 
@@ -66,17 +66,17 @@ def fit_memory(trials: Iterable[Trial]) -> MemoryModel | None:
     if len(ran) < 2:
         return None
     if _is_flat(ran):
-        needed_bytes = {trial.batch_size: trial.needed_bytes for trial in ran}
+        needed_bytes = {trial.batch_size: trial.memory.needed_bytes for trial in ran}
         return MemoryModel({"forward": _line(needed_bytes, ON_ONE_LINE_SHARE)})
     # The resident set is no exact count of live bytes, so a bend of it is noise.
-    is_exact = all(trial.is_exact for trial in ran)
+    is_exact = all(trial.memory.is_exact for trial in ran)
     largest_residual_share = ON_ONE_LINE_SHARE if is_exact else math.inf
     lines = {}
     for phase in PHASES:
         peaks = {
-            trial.batch_size: trial.phase_peak_bytes[phase]
+            trial.batch_size: trial.memory.phase_peak_bytes[phase]
             for trial in ran
-            if phase in trial.phase_peak_bytes
+            if phase in trial.memory.phase_peak_bytes
         }
         if peaks:
             lines[phase] = _line(peaks, largest_residual_share)
@@ -88,12 +88,12 @@ def _is_flat(ran: Sequence[Trial]) -> bool:
 
     Where an optimizer step has the highest peak, the phases below it may grow all the same.
     """
-    smallest_peaks = ran[0].phase_peak_bytes
+    smallest_peaks = ran[0].memory.phase_peak_bytes
     grown_bytes = max(
         peak_bytes - smallest_peaks.get(phase, 0)
-        for phase, peak_bytes in ran[-1].phase_peak_bytes.items()
+        for phase, peak_bytes in ran[-1].memory.phase_peak_bytes.items()
     )
-    grown_needed_bytes = ran[-1].needed_bytes - ran[0].needed_bytes
+    grown_needed_bytes = ran[-1].memory.needed_bytes - ran[0].memory.needed_bytes
     is_growing = grown_needed_bytes > FLAT_BYTES
     return is_growing and grown_bytes < FLAT_SHARE * grown_needed_bytes
 

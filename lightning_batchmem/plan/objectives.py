@@ -105,7 +105,7 @@ class Largest:
         limits = known.limits
         is_bounded = limits.max_reason == "recipe" and largest_size == size_range(limits)[1]
         # Where equal steps differ, the lines of small sizes promise too much.
-        is_bounded = is_bounded and not any(trial.differing_bytes for trial in known.trials)
+        is_bounded = is_bounded and not any(trial.memory.differing_bytes for trial in known.trials)
         # A single size, or a line that hardly grows, predicts no size.
         if is_bounded and known.memory and known.first_rehearsal_size < _MOST_PREDICTED:
             of_any_step = replace(limits, step=ProjectStep())

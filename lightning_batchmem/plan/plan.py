@@ -140,7 +140,7 @@ class Plan:
     def measured_peak_bytes(self) -> int | None:
         """Bytes of tensors at the peak of the rehearsal; ``None`` when no step had to be run."""
         rehearsal = self._rehearsal()
-        return None if rehearsal is None else rehearsal.peak_bytes
+        return None if rehearsal is None else rehearsal.memory.peak_bytes
 
     @property
     def held_peak_bytes(self) -> int | None:
@@ -149,7 +149,7 @@ class Plan:
         On a GPU PyTorch calls them reserved bytes; on a CPU they are the resident set.
         """
         rehearsal = self._rehearsal()
-        return None if rehearsal is None else rehearsal.held_peak_bytes
+        return None if rehearsal is None else rehearsal.memory.held_peak_bytes
 
     @property
     def project_batch_size(self) -> int | None:

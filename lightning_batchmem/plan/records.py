@@ -6,8 +6,8 @@ All of it is plain data in bytes, seconds and samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from lightning_batchmem.plan.notes import Note
@@ -95,11 +95,12 @@ class Growth:
 
         What the end of a validation frees is not kept in training steps, which may need more.
         """
-        needed_bytes: float = max(trial.needed_bytes, trial.held_bytes)
+        memory = trial.memory
+        needed_bytes: float = max(memory.needed_bytes, memory.held_bytes)
         if self.is_of_validation and self.is_of_epoch:
-            needed_bytes *= trial.phase_peak_bytes.get("evaluation", 0) / trial.peak_bytes
+            needed_bytes *= memory.phase_peak_bytes.get("evaluation", 0) / memory.peak_bytes
         # The states of the optimizer last too. So a size may be too large, and is lowered again.
-        lasting_bytes = min(trial.start_bytes, needed_bytes)
+        lasting_bytes = min(memory.start_bytes, needed_bytes)
         return lasting_bytes + (needed_bytes - lasting_bytes) * batch_size / trial.batch_size
 
     def fits(self, room_bytes: float) -> bool:
@@ -130,19 +131,13 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What real steps at one batch size used.
+class TrialMemory:
+    """Memory that the steps of a trial used.
 
     Args:
-        batch_size: samples in each step, on this rank.
-        outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"``
-            when more was needed than the limit;
-            ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
         phase_peak_bytes: most bytes of tensors in each phase that ran (keys from :data:`PHASES`).
             On a GPU these are bytes requested from the allocator. On a CPU they include what the
             process took before its first step.
-        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
-            training.
         is_exact: whether the peaks count tensors. ``False`` where only the process could be
             measured.
         start_bytes: bytes of tensors before the first step; in a rehearsal on a GPU, before the
@@ -158,24 +153,11 @@ class Trial:
             where it is not known.
         largest_batch_bytes: bytes of the largest training batch, as the module gets it; 0 where it
             is not known.
-        step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
-            without the making of its batch; ``None`` when none was completed.
-        samples_per_second: throughput of this rank, from median steps; under gradient
-            accumulation that of a whole optimizer step. ``None`` likewise.
-        full_steps: full steps that ran at this size, warm-up included.
         differing_bytes: the highest and the lowest peak of steps on equal batches, which something
             random may change; empty where they are about equal.
-        growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
-        notes: what could not be measured.
-        failed_phase: the phase of a training step or a validation in which memory ran out; empty
-            otherwise.
-        error: first line of the out-of-memory error; empty otherwise.
     """
 
-    batch_size: int
-    outcome: Outcome
-    phase_peak_bytes: Mapping[str, int]
-    kind: TrialKind = "probe"
+    phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     is_exact: bool = True
     start_bytes: int = 0
     held_peak_bytes: int | None = None
@@ -183,14 +165,7 @@ class Trial:
     set_aside_bytes: int = 0
     fixed_bytes: int = 0
     largest_batch_bytes: int = 0
-    step_seconds: float | None = None
-    samples_per_second: float | None = None
-    full_steps: int = 0
     differing_bytes: tuple[int, ...] = ()
-    growth: Growth | None = None
-    notes: tuple[Note, ...] = ()
-    failed_phase: str = ""
-    error: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -208,11 +183,73 @@ class Trial:
         peaks = [peak for phase, peak in self.phase_peak_bytes.items() if phase != "optimizer_step"]
         return max(1, max(peaks, default=self.peak_bytes) - self.fixed_bytes)
 
+    def with_set_aside(self) -> TrialMemory:
+        """The same memory, with the bytes that are set aside in its peaks."""
+        peaks = {
+            phase: peak + self.set_aside_bytes for phase, peak in self.phase_peak_bytes.items()
+        }
+        return replace(self, phase_peak_bytes=peaks)
+
+    @classmethod
+    def worst_of(cls, parts: Sequence[TrialMemory]) -> TrialMemory:
+        """The highest peaks of all of these."""
+        phases = [phase for phase in PHASES if any(phase in one.phase_peak_bytes for one in parts)]
+        is_held_known = any(one.held_peak_bytes is not None for one in parts)
+        return cls(
+            {phase: max(one.phase_peak_bytes.get(phase, 0) for one in parts) for phase in phases},
+            is_exact=all(one.is_exact for one in parts),
+            start_bytes=max(one.start_bytes for one in parts),
+            held_peak_bytes=max(one.held_bytes for one in parts) if is_held_known else None,
+            needed_bytes=max(one.needed_bytes for one in parts),
+            set_aside_bytes=max(one.set_aside_bytes for one in parts),
+            fixed_bytes=min(one.fixed_bytes for one in parts),
+            largest_batch_bytes=max(one.largest_batch_bytes for one in parts),
+            differing_bytes=max(one.differing_bytes for one in parts),
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What real steps at one batch size used.
+
+    Args:
+        batch_size: samples in each step, on this rank.
+        outcome: ``"ok"``; ``"out_of_memory"`` (the peaks are then incomplete); ``"over_limit"``
+            when more was needed than the limit;
+            ``"allocator_retry"`` when the allocator had to release its cache in a steady step.
+        memory: the memory that the steps used.
+        kind: ``"probe"`` for a few steps that are only measured, ``"rehearsal"`` for steps as in a
+            training.
+        step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
+            without the making of its batch; ``None`` when none was completed.
+        samples_per_second: throughput of this rank, from median steps; under gradient
+            accumulation that of a whole optimizer step. ``None`` likewise.
+        full_steps: full steps that ran at this size, warm-up included.
+        growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
+        notes: what could not be measured.
+        failed_phase: the phase of a training step or a validation in which memory ran out; empty
+            otherwise.
+        error: first line of the out-of-memory error; empty otherwise.
+    """
+
+    batch_size: int
+    outcome: Outcome
+    memory: TrialMemory
+    kind: TrialKind = "probe"
+    step_seconds: float | None = None
+    samples_per_second: float | None = None
+    full_steps: int = 0
+    growth: Growth | None = None
+    notes: tuple[Note, ...] = ()
+    failed_phase: str = ""
+    error: str = ""
+
     @property
     def failure(self) -> str:
         """What happened at a size that did not pass, as a clause."""
+        memory = self.memory
         # On the host the process holds more than its tensors need.
-        needed_bytes = max(self.needed_bytes, self.held_bytes + self.set_aside_bytes)
+        needed_bytes = max(memory.needed_bytes, memory.held_bytes + memory.set_aside_bytes)
         text = _FAILURES[self.outcome].format(needed=mib(needed_bytes))
         if self.fails_in_validation:
             text += " in the validation"
@@ -227,16 +264,9 @@ class Trial:
         """Whether the validation of a training ran out of memory, or needs more than the limit."""
         if self.outcome == "out_of_memory":
             return self.failed_phase == "evaluation"
-        peaks = self.phase_peak_bytes
+        peaks = self.memory.phase_peak_bytes
         # In an evaluation by itself it is the only phase.
-        return len(peaks) > 1 and peaks.get("evaluation", 0) == self.peak_bytes
-
-    def with_set_aside(self) -> Trial:
-        """The same trial, with the bytes that are set aside in its peaks."""
-        peaks = {
-            phase: peak + self.set_aside_bytes for phase, peak in self.phase_peak_bytes.items()
-        }
-        return replace(self, phase_peak_bytes=peaks)
+        return len(peaks) > 1 and peaks.get("evaluation", 0) == self.memory.peak_bytes
 
     @property
     def is_known(self) -> bool:
@@ -251,24 +281,9 @@ class Trial:
         if one with this outcome is.
         """
         trials = list(trials)
-        worst = min(trials, key=_rank)
-        phases = [
-            phase for phase in PHASES if any(phase in trial.phase_peak_bytes for trial in trials)
-        ]
-        is_held_known = any(trial.held_peak_bytes is not None for trial in trials)
         return replace(
-            worst,
-            phase_peak_bytes={
-                phase: max(trial.phase_peak_bytes.get(phase, 0) for trial in trials)
-                for phase in phases
-            },
-            is_exact=all(trial.is_exact for trial in trials),
-            start_bytes=max(trial.start_bytes for trial in trials),
-            held_peak_bytes=max(trial.held_bytes for trial in trials) if is_held_known else None,
-            needed_bytes=max(trial.needed_bytes for trial in trials),
-            set_aside_bytes=max(trial.set_aside_bytes for trial in trials),
-            fixed_bytes=min(trial.fixed_bytes for trial in trials),
-            largest_batch_bytes=max(trial.largest_batch_bytes for trial in trials),
+            min(trials, key=_rank),
+            memory=TrialMemory.worst_of([trial.memory for trial in trials]),
             step_seconds=max(
                 (t.step_seconds for t in trials if t.step_seconds is not None), default=None
             ),
@@ -277,7 +292,6 @@ class Trial:
                 default=None,
             ),
             full_steps=min(trial.full_steps for trial in trials),
-            differing_bytes=max(trial.differing_bytes for trial in trials),
             growth=max(
                 (trial.growth for trial in trials if trial.growth is not None),
                 key=lambda growth: growth.total_bytes,

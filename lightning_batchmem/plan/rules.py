@@ -42,10 +42,11 @@ def decide(
 
     Example:
         >>> limits = SearchLimits(1000, min_batch_size=1, max_batch_size=50, max_reason="dataset")
+        >>> from lightning_batchmem import TrialMemory
         >>> trials = []
         >>> while isinstance(step := decide(trials, limits), NextSize):
-        ...     peak_bytes = 100 + 10 * step.batch_size
-        ...     trials.append(Trial(step.batch_size, "ok", {"forward": peak_bytes}, step.kind))
+        ...     memory = TrialMemory({"forward": 100 + 10 * step.batch_size})
+        ...     trials.append(Trial(step.batch_size, "ok", memory, step.kind))
         >>> step.batch_size, step.limited_by, [trial.batch_size for trial in trials]
         (50, 'dataset', [2, 8, 40, 50])
     """

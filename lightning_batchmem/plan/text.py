@@ -179,7 +179,7 @@ def _number_of_mib(count_bytes: float) -> str:
 
 def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
     """What was measured at one size."""
-    readings = (trial.peak_bytes or None, trial.held_peak_bytes)
+    readings = (trial.memory.peak_bytes or None, trial.memory.held_peak_bytes)
     memory = ["" if value is None else _number_of_mib(value) for value in readings]
     times = ["", ""]
     if trial.step_seconds:

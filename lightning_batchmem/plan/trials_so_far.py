@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_batchmem.plan.fit import fit_memory
@@ -95,7 +95,9 @@ class TrialsSoFar:
     def memory(self) -> MemoryModel | None:
         """The lines of the probes, with what is set aside; None with fewer than two sizes."""
         probes = [trial for trial in self.trials if trial.kind == "probe"]
-        return fit_memory([trial.with_set_aside() for trial in probes])
+        return fit_memory(
+            [replace(trial, memory=trial.memory.with_set_aside()) for trial in probes]
+        )
 
     @cached_property
     def size_at_limit(self) -> float:
@@ -111,8 +113,8 @@ class TrialsSoFar:
             return self.memory.size_at(self.limits.filled_bytes)
         return max(
             trial.batch_size
-            * (self.limits.filled_bytes - trial.set_aside_bytes - trial.fixed_bytes)
-            / trial.growing_bytes
+            * (self.limits.filled_bytes - trial.memory.set_aside_bytes - trial.memory.fixed_bytes)
+            / trial.memory.growing_bytes
             for trial in self.ran
             if trial.kind == "probe"
         )
@@ -144,12 +146,12 @@ class TrialsSoFar:
     @property
     def _free_bytes(self) -> int:
         """What the process left of the limit at the sizes that ran."""
-        return self.limits.limit_bytes - max(trial.held_bytes for trial in self.ran)
+        return self.limits.limit_bytes - max(trial.memory.held_bytes for trial in self.ran)
 
     @property
     def _room_bytes(self) -> int:
         """The same without what is set aside."""
-        return self._free_bytes - max(trial.set_aside_bytes for trial in self.ran)
+        return self._free_bytes - max(trial.memory.set_aside_bytes for trial in self.ran)
 
     def _certain_size(self, room_bytes: int) -> float:
         """The largest size that takes at most this many bytes more than the largest that ran.
@@ -161,7 +163,7 @@ class TrialsSoFar:
         besides tensors.
         """
         last = self.ran[-1]
-        grown_bytes = last.held_bytes - last.fixed_bytes
+        grown_bytes = last.memory.held_bytes - last.memory.fixed_bytes
         sample_bytes = 0.0
         if self.memory is not None:
             slope = max(line.slope for line in self.memory.lines.values())

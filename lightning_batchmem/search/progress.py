@@ -88,7 +88,7 @@ class SearchProgress(Progress):
 
     def measured(self, trial: Trial, unit: Unit) -> None:
         """Show what a trial took, or why it failed, and keep that where there is no line."""
-        measured = mib(trial.peak_bytes or trial.held_bytes)
+        measured = mib(trial.memory.peak_bytes or trial.memory.held_bytes)
         self._show(f", measured {measured}")
         rehearsal = ", rehearsal" * (trial.kind == "rehearsal")
         verb = "takes" if unit.budget_name else "take"

@@ -156,13 +156,14 @@ class BatchSizeSearch:
         of_steps = [
             Note(
                 "search",
-                f"Steps on equal batches took {' to '.join(map(mib, trial.differing_bytes[::-1]))}:"
+                f"Steps on equal batches took {mib(lowest_bytes)} to {mib(highest_bytes)}:"
                 " something in them is random, or changes, and the training may need more. A"
                 " smaller memory_limit leaves more room.",
             )
             for trial in self._trials
-            if trial.differing_bytes
+            if trial.memory.differing_bytes
             and (trial.batch_size, trial.kind) == (chosen.batch_size, "rehearsal")
+            for highest_bytes, lowest_bytes in [trial.memory.differing_bytes]
         ]
         of_trials = [note for trial in self._trials for note in trial.notes]
         return Plan(
@@ -372,13 +373,13 @@ class BatchSizeSearch:
             self._program.device,
             start_bytes=device.current().allocated_bytes,
             # Nothing was measured where memory ran out in the first step.
-            peak_bytes=trial.peak_bytes or trial.held_bytes or None,
+            peak_bytes=trial.memory.peak_bytes or trial.memory.held_bytes or None,
         )
         # A size that ran out of memory needed more than was measured.
         needed_bytes = max(breakdown.peak_bytes, limits.limit_bytes)
         text = f"At {limits.unit.size(trial.batch_size)} the memory consisted of {breakdown}"
-        if trial.set_aside_bytes:
-            set_aside = mib(trial.set_aside_bytes)
+        if trial.memory.set_aside_bytes:
+            set_aside = mib(trial.memory.set_aside_bytes)
             text += f"; samples, DataLoader workers and a checkpoint take {set_aside} more"
         advice = _SMALLER_STEP
         evaluation = self._program.evaluation

@@ -14,7 +14,7 @@ from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_t
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Outcome, Trial, TrialKind
+from lightning_batchmem.plan.records import Outcome, Trial, TrialKind, TrialMemory
 from lightning_batchmem.plan.sizes import accumulated_batches, size_range
 from lightning_batchmem.search.compiled import forget_compiled
 from lightning_batchmem.search.limits import RAGGED_SHARE
@@ -87,7 +87,7 @@ class TrialRunner:
             if not is_out_of_memory(error) or is_collective:
                 raise
             text = self._ranks.named(release_traceback(error))
-            return Trial(batch_size, "out_of_memory", {}, kind, error=text)
+            return Trial(batch_size, "out_of_memory", TrialMemory(), kind, error=text)
         is_limit_enforced = False
         outcome: Outcome = "ok"
         failed_phase = ""
@@ -287,21 +287,22 @@ class TrialRunner:
             batch_size=batch_size,
             outcome="ok",
             kind=kind,
-            phase_peak_bytes=peaks,
-            is_exact=meter.live is not None,
-            start_bytes=meter.start_bytes,
-            held_peak_bytes=held_bytes,
-            needed_bytes=needed_bytes,
-            # The search keeps samples, but no checkpoint and no batches of workers.
-            set_aside_bytes=max(set_aside_bytes, sample_bytes(self._program, self._device)),
-            fixed_bytes=meter.fixed_bytes,
-            largest_batch_bytes=self._program.largest_batch_bytes,
             step_seconds=statistics.median(seconds.all) if seconds.all else None,
             samples_per_second=samples_per_second,
             full_steps=num_full_steps(readings),
-            differing_bytes=differing_bytes,
             growth=meter.growth,
             notes=tuple(Note("search", text) for text in texts),
+            memory=TrialMemory(
+                phase_peak_bytes=peaks,
+                is_exact=meter.live is not None,
+                start_bytes=meter.start_bytes,
+                held_peak_bytes=held_bytes,
+                needed_bytes=needed_bytes,
+                set_aside_bytes=max(set_aside_bytes, sample_bytes(self._program, self._device)),
+                fixed_bytes=meter.fixed_bytes,
+                largest_batch_bytes=self._program.largest_batch_bytes,
+                differing_bytes=differing_bytes,
+            ),
         )
 
 
@@ -316,13 +317,13 @@ def _outcome(
     if trial.kind == "rehearsal" and _would_retry(trial, readings, limits):
         return "allocator_retry"
     # On the host the needed bytes are those of tensors, but the limit is that of the process.
-    needed_bytes = max(trial.needed_bytes, trial.held_bytes)
+    needed_bytes = max(trial.memory.needed_bytes, trial.memory.held_bytes)
     if trial.kind == "rehearsal" and trial.batch_size > size_range(limits)[0]:
         # Where a checkpoint had no room beside what the steps left, a training was killed. No size
         # below the smallest one could leave more.
-        needed_bytes = max(needed_bytes, trial.held_bytes + trial.set_aside_bytes)
+        needed_bytes = max(needed_bytes, trial.memory.held_bytes + trial.memory.set_aside_bytes)
     # The last page of an expandable segment may exceed an enforced limit.
-    is_exact = not is_limit_enforced or trial.differing_bytes
+    is_exact = not is_limit_enforced or trial.memory.differing_bytes
     if needed_bytes > limits.filled_bytes and is_exact:
         return "over_limit"
     return "ok"
@@ -333,7 +334,7 @@ def _would_retry(trial: Trial, readings: Sequence[StepReading], limits: SearchLi
     if num_caught_errors(readings) > 0:
         return True
     # With ever new shapes a training releases its cache now and then, at any size near the limit.
-    if num_retries(readings) == 0 or limits.fragmented_bytes or trial.differing_bytes:
+    if num_retries(readings) == 0 or limits.fragmented_bytes or trial.memory.differing_bytes:
         return False
     # Only the limit of the user is enforced in the training too, and none is in trials where ranks
     # take steps together.

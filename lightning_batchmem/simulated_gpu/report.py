@@ -83,7 +83,7 @@ def needed_bytes(plan: Plan, batch_size: int) -> float | None:
     """
     completed = [trial for trial in plan.trials if trial.outcome == "ok"]
     # Of several trials of a size the last one, which is the rehearsal.
-    held_bytes = {trial.batch_size: trial.held_bytes for trial in completed}
+    held_bytes = {trial.batch_size: trial.memory.held_bytes for trial in completed}
     smaller = max((size for size in held_bytes if size <= batch_size), default=None)
     larger = min((size for size in held_bytes if size >= batch_size), default=None)
     if smaller is not None and larger is not None:

@@ -73,8 +73,8 @@ def no_cache() -> dict[str, Any]:
     trials = [] if finder.plan is None else finder.plan.trials
     return {
         "error": error,
-        "peaks_mib": [mib(trial.peak_bytes) for trial in trials],
-        "held_mib": [mib(trial.held_bytes) for trial in trials],
+        "peaks_mib": [mib(trial.memory.peak_bytes) for trial in trials],
+        "held_mib": [mib(trial.memory.held_bytes) for trial in trials],
     }
 
 

@@ -26,7 +26,7 @@ def memory_limit() -> dict[str, Any]:
     module = project(group("device")["resnet"], torch.cuda.mem_get_info()[1])
     gpu_trainer(finder, Watch(), peak, max_epochs=EPOCHS, limit_val_batches=2).fit(module)
     (rehearsed_bytes,) = (
-        trial.held_peak_bytes
+        trial.memory.held_peak_bytes
         for trial in finder.plan.trials
         if trial.kind == "rehearsal" and trial.batch_size == module.batch_size
     )

@@ -71,7 +71,7 @@ def train(
         "steps": trainer.global_step,
         "limit_mib": mib(plan.limit_bytes),
         "gradient_mib": mib(bytes_of(module.parameters())),
-        "rehearsed_mib": mib(rehearsal.held_bytes),
+        "rehearsed_mib": mib(rehearsal.memory.held_bytes),
         "trained_mib": mib(peak.peak_bytes),
         "fraction": peak.fraction,
     }

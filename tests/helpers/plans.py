@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import Trial
 
 
 def plan_with(plan: Plan, **changes: Any) -> Plan:
@@ -30,6 +31,11 @@ def plan_with(plan: Plan, **changes: Any) -> Plan:
 def training_notes(plan: Plan) -> tuple[str, ...]:
     """The notes about what a size changes in the training."""
     return tuple(note.text for note in plan.notes if note.kind == "training")
+
+
+def trial_with(trial: Trial, **changes: Any) -> Trial:
+    """The trial with other fields of its memory."""
+    return replace(trial, memory=replace(trial.memory, **changes))
 
 
 def search_notes(plan: Plan) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import Plan, Trial
-from lightning_batchmem.plan.records import Chosen
+from lightning_batchmem.plan.records import Chosen, TrialMemory
 from tests.helpers.lawful import MIB, quiet_trainer
 
 METRICS = {
@@ -125,7 +125,8 @@ class Planned(Callback):
 
     def __init__(self, fixed_mib=1.0, limit_mib=1024):
         trials = tuple(
-            Trial(size, "ok", {"forward": int((fixed_mib + 2 * size) * MIB)}) for size in (2, 4)
+            Trial(size, "ok", TrialMemory({"forward": int((fixed_mib + 2 * size) * MIB)}))
+            for size in (2, 4)
         )
         self.plan = Plan(Chosen(4, "memory", ""), trials, limit_mib * MIB)
 

@@ -16,7 +16,14 @@ from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.records import PHASES, Chosen, NextSize, SearchFailed, Trial
+from lightning_batchmem.plan.records import (
+    PHASES,
+    Chosen,
+    NextSize,
+    SearchFailed,
+    Trial,
+    TrialMemory,
+)
 from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.plan.sizes import size_range
 
@@ -87,11 +94,10 @@ def device(
         return Trial(
             size,
             outcome,
-            phases,
+            TrialMemory(
+                phases, held_peak_bytes=held_bytes, needed_bytes=held_bytes, fixed_bytes=fixed_bytes
+            ),
             step.kind,
-            held_peak_bytes=held_bytes,
-            needed_bytes=held_bytes,
-            fixed_bytes=fixed_bytes,
             samples_per_second=speed,
         )
 
@@ -108,7 +114,7 @@ def failing(largest: float, *kinds: str) -> Run:
 
     def run(step: NextSize) -> Trial:
         if step.kind in kinds and step.batch_size > largest:
-            return Trial(step.batch_size, "out_of_memory", {}, step.kind)
+            return Trial(step.batch_size, "out_of_memory", TrialMemory(), step.kind)
         return device(STRAIGHT)(step)
 
     return run

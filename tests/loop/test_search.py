@@ -62,7 +62,7 @@ def test_the_size_follows_memory_and_options(lawful, use_device):
     assert (plan.trials[0].batch_size, max(lawful.sizes)) == (24, 48)
     assert plan.effective_batch_size is None
     assert plan.measured_peak_bytes == law(plan.batch_size)
-    assert set(plan.trials[0].phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
+    assert set(plan.trials[0].memory.phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
 
 
 def test_smaller_batches_are_multiples_too(lawful):
@@ -132,7 +132,7 @@ def test_trials_are_those_of_a_trainer(use_device, search):
     loop = Loop(module, optimizer, step, lambda size: torch.zeros(size, 1))
     plans = [found(loop, multiple_of=1), search(Phased(use_device, law), limit_val_batches=0)]
     in_loop, in_trainer = (
-        [(trial.batch_size, trial.kind, trial.phase_peak_bytes) for trial in plan.trials]
+        [(trial.batch_size, trial.kind, trial.memory.phase_peak_bytes) for trial in plan.trials]
         for plan in plans
     )
     assert in_loop == in_trainer
@@ -314,7 +314,7 @@ def test_a_fabric_without_ranks(lawful, use_device):
         step, lawful.make_batch, model=model, optimizer=optimizer, fabric=fabric
     )
     assert plan.batch_size == found_size(500 * MIB)
-    assert set(plan.trials[0].phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
+    assert set(plan.trials[0].memory.phase_peak_bytes) == {"forward", "backward", "optimizer_step"}
     assert not any("did not step" in note for note in search_notes(plan))
     assert torch.equal(model.weight, before)
     assert not lawful.optimizer.state

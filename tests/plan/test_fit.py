@@ -3,11 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.fit import dropped_sizes, fit_memory, ran_through
-from lightning_batchmem.plan.records import MIB, Trial
+from lightning_batchmem.plan.records import MIB, Trial, TrialMemory
 
 
 def ok(size, **peaks):
-    return Trial(size, "ok", peaks)
+    return Trial(size, "ok", TrialMemory(peaks))
 
 
 def test_a_peak_above_that_of_a_larger_size_is_left_out():
@@ -45,7 +45,7 @@ def test_reserved_bytes_are_fitted_where_live_bytes_stay_flat(live_growth, expec
     trials = []
     for size in (100, 200):
         peaks = {"forward": (100 + live_growth * size // 100) * MIB}
-        trials.append(Trial(size, "ok", peaks, needed_bytes=(100 + 10 * size) * MIB))
+        trials.append(Trial(size, "ok", TrialMemory(peaks, needed_bytes=(100 + 10 * size) * MIB)))
     assert fit_memory(trials).predict_bytes(400) == pytest.approx(expected * MIB)
 
 
@@ -55,8 +55,10 @@ def test_live_bytes_are_not_flat_if_a_phase_below_the_highest_grows():
         Trial(
             size,
             "ok",
-            {"forward": (100 + size) * MIB, "optimizer_step": 500 * MIB},
-            needed_bytes=(510 + size) * MIB,
+            TrialMemory(
+                {"forward": (100 + size) * MIB, "optimizer_step": 500 * MIB},
+                needed_bytes=(510 + size) * MIB,
+            ),
         )
         for size in (100, 200)
     ]
@@ -67,17 +69,20 @@ def test_live_bytes_are_not_flat_if_a_phase_below_the_highest_grows():
 
 def test_inexact_peaks_are_fitted_by_one_line_through_all():
     points = {2: 100, 4: 190, 8: 300, 16: 700}
-    trials = [Trial(size, "ok", {"forward": peak}, is_exact=False) for size, peak in points.items()]
+    trials = [
+        Trial(size, "ok", TrialMemory({"forward": peak}, is_exact=False))
+        for size, peak in points.items()
+    ]
     assert fit_memory(trials).lines["forward"].first_batch_size == 2
     exact = [ok(size, forward=peak) for size, peak in points.items()]
     assert fit_memory(exact).lines["forward"].first_batch_size == 8
 
 
 def test_one_size_makes_no_line_and_out_of_memory_is_no_point():
-    failed = Trial(8, "out_of_memory", {"forward": 900})
+    failed = Trial(8, "out_of_memory", TrialMemory({"forward": 900}))
     assert fit_memory([ok(2, forward=100), ok(2, forward=100), failed]) is None
     # The steps of a trial over the limit ran to their end, so its peak counts.
-    over = Trial(8, "over_limit", {"forward": 700})
+    over = Trial(8, "over_limit", TrialMemory({"forward": 700}))
     assert fit_memory([ok(2, forward=100), over]).predict_bytes(8) == 700
 
 
@@ -85,12 +90,12 @@ def test_repetitions_of_a_size_count_as_the_worst():
     outcome = "allocator_retry"
     repeated = [
         ok(4, forward=140, backward=90),
-        Trial(4, outcome, {"forward": 145, "backward": 80}),
+        Trial(4, outcome, TrialMemory({"forward": 145, "backward": 80})),
         ok(2, forward=9),
     ]
     assert ran_through(repeated) == [
         ok(2, forward=9),
-        Trial(4, outcome, {"forward": 145, "backward": 90}),
+        Trial(4, outcome, TrialMemory({"forward": 145, "backward": 90})),
     ]
 
 

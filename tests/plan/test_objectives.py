@@ -4,7 +4,7 @@ import pytest
 
 from lightning_batchmem.plan.objectives import fastest, num_flat_sizes
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Speed, Trial
+from lightning_batchmem.plan.records import Speed, Trial, TrialMemory
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 POLICY = SearchPolicy()
@@ -16,11 +16,11 @@ def speeds(**by_size):
 
 def test_the_better_of_two_measurements_of_a_size_counts():
     trials = [
-        Trial(8, "ok", {}, samples_per_second=80.0),
-        Trial(2, "ok", {}, samples_per_second=30.0),
-        Trial(8, "ok", {}, "rehearsal", samples_per_second=90.0),
-        Trial(32, "over_limit", {}, samples_per_second=900.0),
-        Trial(64, "ok", {}),
+        Trial(8, "ok", TrialMemory(), samples_per_second=80.0),
+        Trial(2, "ok", TrialMemory(), samples_per_second=30.0),
+        Trial(8, "ok", TrialMemory(), "rehearsal", samples_per_second=90.0),
+        Trial(32, "over_limit", TrialMemory(), samples_per_second=900.0),
+        Trial(64, "ok", TrialMemory()),
     ]
     assert measured_speeds(trials) == [Speed(2, 30.0), Speed(8, 90.0)]
 

@@ -10,8 +10,8 @@ from lightning_batchmem.plan.notes import Note, NoteKind, in_order
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Growth, Speed, Trial
-from tests.helpers.plans import plan_with, search_notes
+from lightning_batchmem.plan.records import MIB, PHASES, Chosen, Growth, Speed, Trial, TrialMemory
+from tests.helpers.plans import plan_with, search_notes, trial_with
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -43,7 +43,7 @@ TIMES = dict.fromkeys(("step_seconds", "samples_per_second"), st.none() | FINITE
 PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
 TRIALS = any_of(
     Trial,
-    phase_peak_bytes=PEAKS,
+    memory=any_of(TrialMemory, phase_peak_bytes=PEAKS),
     outcome=st.sampled_from(["ok", "over_limit"]) | TEXT,
     notes=st.lists(NOTES).map(tuple),
     growth=st.none() | any_of(Growth, batches=st.none() | st.integers(1, 2**50)),
@@ -80,18 +80,22 @@ PLAN = Plan(
         Trial(
             2,
             "ok",
-            {"forward": 104 * MIB},
+            TrialMemory({"forward": 104 * MIB}),
             step_seconds=0.012,
             samples_per_second=2 / 0.012,
         ),
-        Trial(8, "ok", {"forward": 116 * MIB}),
-        Trial(64, "over_limit", {"forward": 228 * MIB}, "rehearsal", held_peak_bytes=250 * MIB),
+        Trial(8, "ok", TrialMemory({"forward": 116 * MIB})),
+        Trial(
+            64,
+            "over_limit",
+            TrialMemory({"forward": 228 * MIB}, held_peak_bytes=250 * MIB),
+            "rehearsal",
+        ),
         Trial(
             32,
             "ok",
-            {"forward": 164 * MIB},
+            TrialMemory({"forward": 164 * MIB}, held_peak_bytes=180 * MIB),
             "rehearsal",
-            held_peak_bytes=180 * MIB,
             step_seconds=0.04,
             samples_per_second=32 / 0.04,
         ),
@@ -178,7 +182,7 @@ def with_text(text):
     note = Note(text, text)
     trial = replace(PLAN.trials[0], outcome=text, kind=text, notes=(note,), error=text)
     # The phase of a line, and a trial that no line uses.
-    fitted = tuple(Trial(size, "ok", {text: size * MIB}) for size in (1, 2))
+    fitted = tuple(Trial(size, "ok", TrialMemory({text: size * MIB})) for size in (1, 2))
     return plan_with(
         PLAN,
         limited_by=text,
@@ -285,7 +289,7 @@ def test_the_text_has_what_else_a_person_should_know():
         assert row in text
     assert "predicted" not in str(replace(PLAN, trials=PLAN.trials[-1:]))
     without_held = replace(
-        PLAN, trials=(*PLAN.trials[:-1], replace(PLAN.trials[-1], held_peak_bytes=None))
+        PLAN, trials=(*PLAN.trials[:-1], trial_with(PLAN.trials[-1], held_peak_bytes=None))
     )
     assert "  memory    limit 200.0 MiB; tensors 164.0, pr" in str(without_held)
 
@@ -305,9 +309,8 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
     large = Trial(
         1_048_576,
         "over_limit",
-        {"backward": 140_000 * MIB},
+        TrialMemory({"backward": 140_000 * MIB}, held_peak_bytes=144_384 * MIB),
         "rehearsal",
-        held_peak_bytes=144_384 * MIB,
         step_seconds=12.3456,
         samples_per_second=70_000.0,
     )

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_batchmem.plan.limits import ProjectStep
-from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, mib
+from lightning_batchmem.plan.records import Chosen, NextSize, SearchFailed, Trial, TrialMemory, mib
 from lightning_batchmem.plan.rules import decide, runs_left
-from tests.helpers.plans import search_notes
+from tests.helpers.plans import search_notes, trial_with
 from tests.helpers.simulated_search import (
     LAWS,
     LIMIT,
@@ -170,9 +170,9 @@ def holding(least_bytes, rehearsed_bytes_of_a_sample=20):
         of_sample = rehearsed_bytes_of_a_sample if step.kind == "rehearsal" else 20
         held_bytes = least_bytes + of_sample * step.batch_size
         outcome = "over_limit" if held_bytes > LIMIT else trial.outcome
-        return with_changes(
-            trial, outcome=outcome, held_peak_bytes=held_bytes, needed_bytes=trial.peak_bytes
-        )
+        needed_bytes = trial.memory.peak_bytes
+        trial = trial_with(trial, held_peak_bytes=held_bytes, needed_bytes=needed_bytes)
+        return with_changes(trial, outcome=outcome)
 
     return run
 
@@ -207,7 +207,7 @@ def test_what_the_process_of_the_host_holds_besides_tensors_bounds_each_size(
     run = holding(9000 + besides_bytes)
 
     def with_checkpoint(step):
-        return with_changes(run(step), set_aside_bytes=set_aside_bytes)
+        return trial_with(run(step), set_aside_bytes=set_aside_bytes)
 
     assert drive(with_checkpoint, limits(low=2, is_host=True)).text == expected
 
@@ -327,7 +327,7 @@ def probes_failing_from(smallest, speed_at):
 
     def run(step):
         if step.kind == "probe" and step.batch_size >= smallest:
-            return Trial(step.batch_size, "out_of_memory", {}, step.kind)
+            return Trial(step.batch_size, "out_of_memory", TrialMemory(), step.kind)
         return measure(step)
 
     return run
@@ -471,7 +471,7 @@ def test_the_plan_states_why_the_size_stays_far_from_the_limit_of_the_host():
 def test_a_checkpoint_and_waiting_batches_take_room_on_the_host():
     def run(step):
         trial = device(STRAIGHT)(step)
-        return with_changes(trial, set_aside_bytes=3000 + 10 * step.batch_size)
+        return trial_with(trial, set_aside_bytes=3000 + 10 * step.batch_size)
 
     # 1000 + 3000 + (30 + 10) * 150 bytes fill the limit.
     assert drive(run, limits(is_host=True)).text == "2p 3p 12p 18p 37r"
@@ -503,10 +503,14 @@ def with_gradients(fixed_bytes, gradient_bytes, sample_bytes, *, besides_bytes=0
         return Trial(
             step.batch_size,
             "ok",
-            {"forward": live_bytes, "backward": live_bytes, "optimizer_step": live_bytes},
+            TrialMemory(
+                {"forward": live_bytes, "backward": live_bytes, "optimizer_step": live_bytes},
+                held_peak_bytes=int(
+                    live_bytes + besides_bytes + (held_for_live - 1) * growing_bytes
+                ),
+                fixed_bytes=fixed_bytes,
+            ),
             step.kind,
-            held_peak_bytes=int(live_bytes + besides_bytes + (held_for_live - 1) * growing_bytes),
-            fixed_bytes=fixed_bytes,
         )
 
     return run
@@ -546,9 +550,8 @@ def test_what_backward_makes_below_the_gradients_counts_on_the_host():
         return Trial(
             size,
             "ok",
-            {"forward": forward_bytes, "backward": backward_bytes},
+            TrialMemory({"forward": forward_bytes, "backward": backward_bytes}, fixed_bytes=4800),
             step.kind,
-            fixed_bytes=4800,
         )
 
     # The limit fills at 26 samples. The lines of 2 and 3 samples fill it at 320.
@@ -581,14 +584,16 @@ def test_no_size_on_the_host_holds_more_than_the_limit_or_is_below_a_tenth_of_th
     limit_bytes = 10**9 + gradient_bytes + besides_bytes + room_bytes
     bounds = limits(limit_bytes, low=2, is_host=True, objective=objective, multiple_of=1)
     driven = drive(run, bounds)
-    assert all(trial.held_bytes <= limit_bytes for trial in driven.trials)
+    assert all(trial.memory.held_bytes <= limit_bytes for trial in driven.trials)
     largest = room_bytes / (held_for_live * sample_bytes)
     assert driven.trials[-1].batch_size >= 0.1 * largest
 
 
 def test_a_size_above_the_limit_of_the_host_is_refused():
     def run(step):
-        return Trial(step.batch_size, "over_limit", {"forward": 11_000}, needed_bytes=11_000)
+        return Trial(
+            step.batch_size, "over_limit", TrialMemory({"forward": 11_000}, needed_bytes=11_000)
+        )
 
     driven = drive(run, limits(is_host=True))
     assert driven.text == "2p! 1p!"
@@ -624,7 +629,7 @@ def test_a_peak_above_that_of_a_larger_size_is_left_out():
     def run(step):
         trial = device(STRAIGHT)(step)
         if step.batch_size == 2:
-            return with_changes(trial, phase_peak_bytes={"forward": 5000}, held_peak_bytes=5000)
+            return trial_with(trial, phase_peak_bytes={"forward": 5000}, held_peak_bytes=5000)
         return trial
 
     driven = drive(run, limits())
@@ -649,13 +654,15 @@ def test_a_search_ends_whatever_happens(data, speed_at):
         if outcome != "out_of_memory":
             phases = {"forward": data.draw(peak_bytes)}
         speed = speed_at(step.batch_size) if outcome == "ok" else None
-        return Trial(step.batch_size, outcome, phases, step.kind, samples_per_second=speed)
+        return Trial(
+            step.batch_size, outcome, TrialMemory(phases), step.kind, samples_per_second=speed
+        )
 
     drive(run, bounds)
 
 
 def test_about_as_many_runs_are_left_as_most_searches_have():
-    probes = [Trial(size, "ok", {}) for size in (2, 8, 40, 160, 640)]
+    probes = [Trial(size, "ok", TrialMemory()) for size in (2, 8, 40, 160, 640)]
     left = [runs_left(NextSize(1000, "probe"), probes[:count]) for count in range(6)]
     assert left == [3, 2, 1, 1, 1, 1]
     assert runs_left(NextSize(1000, "rehearsal"), []) == 0
@@ -664,7 +671,7 @@ def test_about_as_many_runs_are_left_as_most_searches_have():
 @pytest.mark.parametrize("differing_bytes", [(), (900, 300)])
 def test_lines_predict_no_larger_size_where_equal_steps_differ(differing_bytes):
     def run(step):
-        return with_changes(device(STRAIGHT)(step), differing_bytes=differing_bytes)
+        return trial_with(device(STRAIGHT)(step), differing_bytes=differing_bytes)
 
     bounds = with_changes(limits(cap=50, step=ProjectStep(33)), max_reason="recipe")
     plan = drive(run, bounds).plan

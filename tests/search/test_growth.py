@@ -83,7 +83,7 @@ def test_what_grows_on_the_host_gets_a_share_of_the_room(search, device, steps, 
         limit_train_batches=steps,
     )
     trial = plan.trials[-1]
-    room = 499 * MIB - trial.held_bytes
+    room = 499 * MIB - trial.memory.held_bytes
     assert trial.growth.batches_run + 0.25 * room / (2 * MIB) >= steps
     assert plan.verified
     assert ("no room for what the steps keep" in plan.reason) == is_lowered

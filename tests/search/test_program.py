@@ -160,11 +160,11 @@ def test_loader_workers_count_on_the_host(device):
         result = searched(program)
     chosen = result.trials[-1]
     size = result.chosen.batch_size
-    assert chosen.set_aside_bytes == size * MIB
+    assert chosen.memory.set_aside_bytes == size * MIB
     # Without the workers 0.25 of the size that fills the limit are 100 samples.
     most = next(size for size in range(10**6) if law(size) + size * MIB > 500 * MIB)
     assert size == int(0.25 * most) < 100
-    assert chosen.needed_bytes == law(size)
+    assert chosen.memory.needed_bytes == law(size)
     assert any("The tensors could not be counted" in note for note in search_notes(result))
 
 
@@ -182,7 +182,7 @@ def test_samples_of_the_search_take_room_on_the_host(device, is_host, set_aside_
     program.training = SampledSteps(program)
     with LiveStorages():
         trials = searched(program).trials
-    assert {trial.set_aside_bytes for trial in trials} == {set_aside_mib * MIB}
+    assert {trial.memory.set_aside_bytes for trial in trials} == {set_aside_mib * MIB}
 
 
 def test_a_policy_steers_the_search(device):
@@ -202,7 +202,7 @@ def test_a_checkpoint_takes_a_copy_of_the_state(device):
         program.saved = states
         result = searched(program, max_batch_size=4)
         assert result.chosen.batch_size == 4
-        return result.trials[-1].set_aside_bytes
+        return result.trials[-1].memory.set_aside_bytes
 
     module = FakeProgram(device, law).module
     assert set_aside_bytes([]) == 0

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from lightning_batchmem.plan.options import Unit
-from lightning_batchmem.plan.records import MIB, NextSize, Trial
+from lightning_batchmem.plan.records import MIB, NextSize, Trial, TrialMemory
 from lightning_batchmem.search.progress import START_TEXT, SearchProgress
 
 
@@ -40,7 +40,7 @@ def test_a_terminal_that_was_closed_does_not_end_a_search(monkeypatch, is_termin
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
-    trials = [Trial(size, "ok", {"forward": (100 + size) * MIB}) for size in (2, 8)]
+    trials = [Trial(size, "ok", TrialMemory({"forward": (100 + size) * MIB})) for size in (2, 8)]
     with SearchProgress(enabled=enabled, console=console) as progress:
         progress.begin_trial(NextSize(2, "probe"), [])
         progress.refresh()
@@ -48,7 +48,9 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
         progress.begin_step()
         progress.begin_step()
         progress.refresh()
-        progress.measured(Trial(400, "ok", {"forward": 501 * MIB}, "rehearsal"), Unit())
+        progress.measured(
+            Trial(400, "ok", TrialMemory({"forward": 501 * MIB}), "rehearsal"), Unit()
+        )
         progress.refresh()
     last = "rehearsal of size 400, predicted 500.0 MiB"
     on_terminal = [
@@ -72,7 +74,7 @@ def test_the_line_of_a_search_has_the_trial_and_ends_without_a_size(enabled, ter
 
 def test_step_and_time_are_visible_at_80_columns():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
-    trials = [Trial(size, "ok", {"forward": 80_000 * MIB + size}) for size in (2, 8)]
+    trials = [Trial(size, "ok", TrialMemory({"forward": 80_000 * MIB + size})) for size in (2, 8)]
     with SearchProgress(enabled=True, console=console) as progress:
         progress.begin_trial(NextSize(1_048_576, "rehearsal"), trials)
         for _ in range(1234):
@@ -101,14 +103,16 @@ def test_after_an_error_the_line_keeps_the_trial():
 @pytest.mark.parametrize(
     ("trial", "unit", "text"),
     [
-        (Trial(32, "ok", {"forward": 5 * MIB}), Unit(), ": 32 samples take 5.0 MiB"),
+        (Trial(32, "ok", TrialMemory({"forward": 5 * MIB})), Unit(), ": 32 samples take 5.0 MiB"),
         (
-            Trial(4096, "ok", {"forward": 5 * MIB}),
+            Trial(4096, "ok", TrialMemory({"forward": 5 * MIB})),
             Unit("max_tokens"),
             ": max_tokens 4,096 takes 5.0 MiB",
         ),
         (
-            Trial(8, "out_of_memory", {}, "rehearsal", error="No [/red] room.\nFree 1 GiB"),
+            Trial(
+                8, "out_of_memory", TrialMemory(), "rehearsal", error="No [/red] room.\nFree 1 GiB"
+            ),
             Unit(),
             ", rehearsal: 8 samples ran out of memory (No [/red] room. Free 1 GiB)",
         ),

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch.distributed.fsdp
 
-from lightning_batchmem.plan.records import Trial
+from lightning_batchmem.plan.records import Trial, TrialMemory
 from lightning_batchmem.search.ranks import Ranks
 from tests.helpers.rank_processes import WAIT_SECONDS, run_ranks
 from tests.helpers.search_ranks import MIB, run_cases
@@ -25,7 +25,7 @@ SHARDS_HERE = hasattr(torch.distributed.fsdp, "fully_shard")
 
 def test_one_rank_exchanges_nothing_and_keeps_its_error():
     ranks = Ranks(rank=0, size=1)
-    trial = Trial(8, "ok", {"forward": 50})
+    trial = Trial(8, "ok", TrialMemory({"forward": 50}))
     assert (ranks.exchange(3), ranks.worst_of(trial)) == ([3], trial)
     assert ranks.named("an error") == "an error"
     with pytest.raises(ValueError, match="the user's own error"), ranks.fail_together():

@@ -45,7 +45,10 @@ LESS_THAN_LIMIT = "The search left 0.000 MiB of the limit free"
 def test_validation_is_a_phase(search, device, arguments, size, peaks):
     plan = search(Evaluated(device, **arguments))
     assert (plan.batch_size, device.num_ooms) == (size, 0)
-    assert tuple(plan.trials[index].phase_peak_bytes["evaluation"] for index in (0, -1)) == peaks
+    assert (
+        tuple(plan.trials[index].memory.phase_peak_bytes["evaluation"] for index in (0, -1))
+        == peaks
+    )
 
 
 def test_validation_that_does_not_fit(search, device):
@@ -70,7 +73,7 @@ def test_validation_that_cannot_be_measured_is_left_out(search, device, loaders,
 def test_an_empty_list_of_validation_loaders_is_no_validation(search, device):
     plan = search(Evaluated(device), val_dataloaders=[])
     assert plan.batch_size == FOUND
-    assert "evaluation" not in plan.trials[0].phase_peak_bytes
+    assert "evaluation" not in plan.trials[0].memory.phase_peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,9 @@ def test_other_stages_are_searched_with_forward_passes(stage, is_passed, search,
     data = loader(3)
     plan = search(module, stage=stage, data=data if is_passed else None)
     assert plan.batch_size == HALF
-    assert {phase for trial in plan.trials for phase in trial.phase_peak_bytes} == {"evaluation"}
+    assert {phase for trial in plan.trials for phase in trial.memory.phase_peak_bytes} == {
+        "evaluation"
+    }
     assert set(module.evaluated) == {HALF, SAMPLES % HALF}
     # No training step was run.
     assert module.sizes == []
@@ -185,7 +190,7 @@ def test_loader_workers_make_batches_ahead(search, device):
     # The workers hold three batches, and each sample takes 4 bytes.
     # They take host memory, and none of the device.
     chosen = plan.trials[-1]
-    assert (chosen.needed_bytes, chosen.set_aside_bytes) == (law(plan.batch_size), 0)
+    assert (chosen.memory.needed_bytes, chosen.memory.set_aside_bytes) == (law(plan.batch_size), 0)
 
 
 @pytest.mark.parametrize("on_host", [False, True])

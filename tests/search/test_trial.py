@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Trial, mib
+from lightning_batchmem.plan.records import Trial, TrialMemory, mib
 from lightning_batchmem.search import rehearsal
 from lightning_batchmem.search.limits import RAGGED_SHARE
 from lightning_batchmem.search.ranks import Ranks
@@ -96,8 +96,8 @@ def test_what_trials_record(search, device):
     ]
     assert {trial.outcome for trial in plan.trials} == {"ok"}
     for trial in plan.trials:
-        assert list(trial.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
-        assert trial.peak_bytes == law(trial.batch_size)
+        assert list(trial.memory.phase_peak_bytes) == ["forward", "backward", "optimizer_step"]
+        assert trial.memory.peak_bytes == law(trial.batch_size)
     # A probe has a warm-up step and one that is measured. A rehearsal has two warm-up steps, three
     # steady ones, the last batch of the epoch, and a full one of the next epoch.
     assert [trial.full_steps for trial in plan.trials] == [2, 2, 2, 7, 7]
@@ -207,8 +207,8 @@ def test_steps_that_differ_leave_room_for_a_larger_one_and_the_plan_says_so(sear
     assert "allocator_retry" not in {trial.outcome for trial in plan.trials}
     largest = next(trial for trial in rehearsed(plan) if trial.batch_size == plan.batch_size)
     highest_bytes = law(plan.batch_size) + plan.batch_size * MIB // 4
-    assert largest.differing_bytes == (highest_bytes, law(plan.batch_size))
-    assert largest.peak_bytes <= RAGGED_SHARE * plan.limit_bytes
+    assert largest.memory.differing_bytes == (highest_bytes, law(plan.batch_size))
+    assert largest.memory.peak_bytes <= RAGGED_SHARE * plan.limit_bytes
     (note,) = [
         note for note in search_notes(plan) if note.startswith("Steps on equal batches took")
     ]
@@ -218,7 +218,7 @@ def test_steps_that_differ_leave_room_for_a_larger_one_and_the_plan_says_so(sear
 
 def test_steps_that_hardly_differ_have_no_note_of_it(search, device):
     plan = search(Stepping(device, lambda size, number: device.use(law(size) + number % 4 * MIB)))
-    assert {trial.differing_bytes for trial in plan.trials} == {()}
+    assert {trial.memory.differing_bytes for trial in plan.trials} == {()}
     assert not [note for note in search_notes(plan) if note.startswith("Steps on equal")]
     assert next(trial.full_steps for trial in rehearsed(plan)) == 7
 
@@ -411,7 +411,9 @@ def test_a_checkpoint_has_room_beside_a_rehearsal_above_the_smallest_size(
     kind, batch_size, outcome
 ):
     limits = SearchLimits(100, 2, 8, "dataset", is_host=True)
-    trial = Trial(batch_size, "ok", {"forward": 60}, kind, held_peak_bytes=80, set_aside_bytes=21)
+    trial = Trial(
+        batch_size, "ok", TrialMemory({"forward": 60}, held_peak_bytes=80, set_aside_bytes=21), kind
+    )
     assert _outcome(trial, limits, [], is_limit_enforced=False) == outcome
     # The smallest size may be larger than min_batch_size.
     threes = replace(limits, options=SearchOptions(multiple_of=3))
@@ -420,7 +422,9 @@ def test_a_checkpoint_has_room_beside_a_rehearsal_above_the_smallest_size(
 
 def test_ragged_steps_that_ranks_take_together_leave_a_share_free():
     limits = SearchLimits(100, 2, 8, "dataset", fragmented_bytes=12)
-    trial = Trial(4, "ok", {"forward": 60}, "rehearsal", held_peak_bytes=90, needed_bytes=90)
+    trial = Trial(
+        4, "ok", TrialMemory({"forward": 60}, held_peak_bytes=90, needed_bytes=90), "rehearsal"
+    )
     assert _outcome(trial, limits, [], is_limit_enforced=False) == "ok"
     together = replace(limits, steps_are_collective=True)
     assert _outcome(trial, together, [], is_limit_enforced=False) == "over_limit"

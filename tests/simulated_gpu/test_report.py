@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.recipe import Recipe
-from lightning_batchmem.plan.records import Chosen, Trial
+from lightning_batchmem.plan.records import Chosen, Trial, TrialMemory
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
 from lightning_batchmem.simulated_gpu.launch import Outcome
 from lightning_batchmem.simulated_gpu.report import (
@@ -35,13 +35,16 @@ def plan_of(batch_size=70, limit_gib=22.0, project=16, limited_by="memory", **ch
     plan = Plan(
         Chosen(batch_size, limited_by, "", is_verified=False, largest_batch_size=batch_size),
         trials=(
-            Trial(probed, "ok", {"forward": GIB + probed * GIB // 4}, held_peak_bytes=4 * GIB),
+            Trial(
+                probed,
+                "ok",
+                TrialMemory({"forward": GIB + probed * GIB // 4}, held_peak_bytes=4 * GIB),
+            ),
             Trial(
                 batch_size,
                 "ok",
-                {"forward": live_bytes},
+                TrialMemory({"forward": live_bytes}, held_peak_bytes=held_bytes),
                 kind="rehearsal",
-                held_peak_bytes=held_bytes,
             ),
         ),
         limit_bytes=int(limit_gib * GIB),
@@ -110,14 +113,14 @@ def test_whether_a_size_fits(batch_size, changes, expected):
     failed = changes.pop("failed", None)
     plan = plan_with(plan_of(), **changes)
     if failed is not None:
-        plan = replace(plan, trials=(*plan.trials, Trial(failed, "over_limit", {})))
+        plan = replace(plan, trials=(*plan.trials, Trial(failed, "over_limit", TrialMemory())))
     assert how_it_fits(plan, batch_size) == expected
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [("ok", "fits"), ("over_limit", "too large")])
 def test_a_rehearsal_at_a_size_decides(outcome, expected):
     plan = plan_of()
-    trial = Trial(72, outcome, {}, kind="rehearsal", held_peak_bytes=21 * GIB)
+    trial = Trial(72, outcome, TrialMemory({}, held_peak_bytes=21 * GIB), kind="rehearsal")
     plan = replace(plan, trials=(*plan.trials, trial))
     assert how_it_fits(plan, 72) == expected
 

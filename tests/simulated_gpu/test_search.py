@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.records import Trial
+from lightning_batchmem.plan.records import Trial, TrialMemory
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import SAVED_PLAN, quiet_trainer
@@ -71,7 +71,9 @@ def test_the_memory_test_has_one_simulated_gpu(monkeypatch):
 
 
 def test_the_memory_of_a_step_is_returned_instead_of_a_plan(finders, monkeypatch):
-    trials = tuple(Trial(size, "ok", {"forward": 1000 + 21 * size}, "probe") for size in (2, 8))
+    trials = tuple(
+        Trial(size, "ok", TrialMemory({"forward": 1000 + 21 * size}), "probe") for size in (2, 8)
+    )
 
     class WithTrials(simulated.SimulatedSearch):
         def search(self, *arguments):
