@@ -43,7 +43,7 @@ from lightning_batchmem.batches.loaders import generators_of
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
-from lightning_batchmem.state.refill import refill
+from lightning_batchmem.state.contents import refill
 from lightning_batchmem.state.snapshot import Restored, Snapshot, freeze, restored_parts, unfreeze
 
 _READ_FROM_EXPERIMENTS = (str, bytes, int, float, Path, list, tuple, set, dict)

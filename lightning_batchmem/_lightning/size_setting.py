@@ -42,7 +42,7 @@ from lightning_batchmem.batches.loader_size import loader_batch_size
 from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.foreign_values import attributes_of
-from lightning_batchmem.state.refill import refill
+from lightning_batchmem.state.contents import refill
 
 _LEAVE_OUT = "Leave batch_arg_name out, so that BatchFinder looks for the place itself."
 

@@ -6,11 +6,11 @@ attribute of an instance is not restored: ``docs/limits.md`` names it.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.devices.tensors import plain_tensors, tensors_in
-from lightning_batchmem.state.refill import (
-    Path,
-    contents_of,
-    delete_slot,
-    refill,
-    restore_array,
-    restore_object,
-    set_attribute,
-)
-from lightning_batchmem.state.saved_storages import SavedTensor, carried_by
-from lightning_batchmem.state.walked_kinds import (
+from lightning_batchmem.state.contents import (
     ATOMS,
     CONTAINERS,
     DATA,
@@ -41,14 +31,38 @@ from lightning_batchmem.state.walked_kinds import (
     LIVE_RESOURCES,
     METHODS,
     NOT_WALKED,
-    NUMPY_RANDOM,
     OF_PROJECT,
     WalkLimits,
+    contents_of,
     defines,
     key_text,
-    memory_bytes,
+    refill,
+    restore_object,
     restore_of,
+    set_slot,
 )
+from lightning_batchmem.state.saved_storages import SavedTensor, hooks_on
+
+_LONGEST_TEXT = 200
+
+
+@dataclass(slots=True)
+class Path:
+    """The way to an object. Its text is not kept, since all texts of a long chain are long."""
+
+    parent: Path | None
+    name: str
+
+    def __str__(self) -> str:
+        names: list[str] = []
+        path: Path | None = self
+        while path is not None:
+            names.append(path.name)
+            path = path.parent
+        text = "".join(reversed(names))
+        half = _LONGEST_TEXT // 2
+        return text if len(text) <= _LONGEST_TEXT else f"{text[:half]}...{text[-half:]}"
+
 
 # Names and values of the objects to which an object leads.
 Children = Iterator[tuple[str, Any]]
@@ -108,12 +122,10 @@ class AttributeState:
         failed = []
         for path, restore in self._restores:
             try:
-                why = restore()
+                restore()
             # The other objects must still be restored, whatever exception this one raises.
             except Exception as error:  # noqa: BLE001
-                why = type(error).__name__
-            if isinstance(why, str):
-                failed.append(f"{path} ({why})")
+                failed.append(f"{path} ({type(error).__name__})")
         return failed
 
     def _walk(self, roots: Iterable[object], named: Iterable[tuple[str, object]]) -> None:
@@ -169,13 +181,6 @@ class AttributeState:
             for name, tensor in tensors:
                 for suffix, value in self._add_state_tensors(path, tensor):
                     yield f".{name}{suffix}", value
-            # The dicts of a plain module are those of parameters, buffers, submodules and hooks.
-            for name in vars(Module()):
-                table = vars(root).get(name)
-                if isinstance(table, dict):
-                    self._seen[id(table)] = table
-                    for suffix, value in self._add_container(Path(path, f".{name}"), table):
-                        yield f".{name}{suffix}", value
 
     def _add_named(self, path: Path, value: Any) -> Children:
         if id(value) in self._left_out or isinstance(value, (*NOT_WALKED, *DATA)):
@@ -186,13 +191,13 @@ class AttributeState:
         yield "", value
 
     def _add_state_tensors(self, path: Path, value: object) -> Children:
-        """Record tensors that are state whatever their size is, and so is what they carry."""
+        """Record tensors that are state whatever their size is, with their hooks."""
         for tensor in tensors_in(value):
             if id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
                 self._add_tensor(path, tensor, math.inf)
                 yield from self._add_object(path, tensor)
-                yield from carried_by(tensor)
+                yield from hooks_on(tensor)
                 # An average of a parameter, in an attribute of it, is as large as the parameter.
                 yield from self._add_state_tensors(
                     path, list(getattr(tensor, "__dict__", {}).values())
@@ -210,7 +215,6 @@ class AttributeState:
             yield ".func", value.func
             yield ".args", value.args
             yield ".keywords", value.keywords
-            yield from self._add_object(path, value)
         elif isinstance(value, NOT_WALKED):
             self._left_out.add(id(value))
         elif isinstance(value, DATA) and self._limits.names_data:
@@ -221,8 +225,7 @@ class AttributeState:
         elif isinstance(value, np.ndarray):
             yield from self._add_array(path, value)
         else:
-            has_room = self._has_room(memory_bytes(value))
-            restore = restore_of(value) if has_room else None
+            restore = restore_of(value)
             # Some files have a __dict__, and each of them is an iterator.
             is_iterator = defines(value, "__next__") and (
                 isinstance(value, io.IOBase) or not hasattr(value, "__dict__")
@@ -233,16 +236,10 @@ class AttributeState:
                 leave = self._leave_data if is_live else self._leave
                 leave(path, type(value).__name__)
                 return
-            if not has_room:
-                self._leave_data(path, f"memory of {memory_bytes(value):,} bytes")
-            elif restore:
+            if restore:
                 self._later(path, restore)
             if isinstance(value, Tensor):
                 self._add_tensor(path, value, LARGEST_COPIED_BYTES)
-            # These lead to what counts children. One name is private in NumPy 1.26 to 2.4.
-            if isinstance(value, NUMPY_RANDOM):
-                for name in ("bit_generator", "_bit_generator", "seed_seq"):
-                    yield f".{name}", getattr(value, name, None)
             # A loader makes another one in each epoch. The name is private in torch 2.5.1 to 2.14.
             if isinstance(value, DataLoader):
                 self._seen[id(value._iterator)] = value._iterator
@@ -275,15 +272,8 @@ class AttributeState:
         if not self._has_room(array.nbytes):
             self._leave_data(path, f"an array of {array.nbytes:,} bytes")
             return
-        if array.flags.owndata:
-            # A step may give such an array other memory, to which nothing may be written.
-            self._later(path, restore_array, array, array.copy())
-        elif array.flags.writeable:
-            try:
-                self.tensors.append(SavedTensor(torch.from_numpy(array)))
-            except (TypeError, ValueError):
-                # torch cannot use the memory of objects, text, records or with negative strides.
-                self._later(path, np.copyto, array, array.copy())
+        if array.flags.writeable:
+            self._later(path, np.copyto, array, array.copy())
         if array.dtype.hasobject:
             yield from self._add_container(path, tuple(array.flat))
         # A masked array has its mask there.
@@ -301,9 +291,6 @@ class AttributeState:
         contents = contents_of(value)
         if hasattr(value, "clear"):
             self._later(path, refill, value, contents)
-        if isinstance(value, defaultdict):
-            self._later(path, set_attribute, value, "default_factory", value.default_factory)
-            yield ".default_factory", value.default_factory
         if len(contents) > self._limits.most_entered:
             return
         if isinstance(contents, dict):
@@ -329,11 +316,7 @@ class AttributeState:
             return
         self._later(path, restore_object, value, type(value), attributes, contents)
         for name, item in slots.items():
-            self._later(Path(path, f".{name}"), set_attribute, value, name, item)
-        # copyreg, which pickle uses too, names all slots; those without a value are not in a state.
-        for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
-            if not hasattr(value, name):
-                self._later(Path(path, f".{name}"), delete_slot, value, name)
+            self._later(Path(path, f".{name}"), set_slot, value, name, item)
         yield from ((f".{name}", item) for name, item in entries.items())
 
     def _later(self, path: Path, restore: Callable[..., object], *arguments: Any) -> None:

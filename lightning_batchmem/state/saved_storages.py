@@ -138,20 +138,17 @@ def _is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-def carried_by(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks on a tensor that has no graph, and its gradient if that has attributes."""
+def hooks_on(tensor: Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks on a tensor that has no graph."""
     if _is_leaf(tensor):
         for name in _HOOKS:
             yield from ((".hook", hook) for hook in (getattr(tensor, name) or {}).values())
-        if getattr(tensor.grad, "__dict__", {}):
-            yield ".grad", tensor.grad
 
 
 def _is_shared(gradient: Tensor) -> bool:
-    if gradient.layout is not torch.strided:
-        return False
-    is_part = gradient.untyped_storage().nbytes() > gradient.nbytes
-    return is_part or bool(getattr(gradient, "__dict__", {}))
+    """Whether a gradient is a part of a larger storage."""
+    is_plain = gradient.layout is torch.strided
+    return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 class SavedTensor:
@@ -171,8 +168,8 @@ class SavedTensor:
             self._alias = tensor.detach()
             self._requires_grad = tensor.requires_grad
             gradient = tensor.grad
-            # Others refer to it, or to memory that it shares. Any other gradient would only take
-            # memory from the search.
+            # Others refer to the storage of it. Any other gradient would only take memory from the
+            # search.
             self._kept = gradient if gradient is not None and _is_shared(gradient) else None
             self._gradient = None if gradient is None else gradient.detach().to("cpu", copy=True)
             self._hooks = [dict(getattr(tensor, name) or {}) for name in _HOOKS]

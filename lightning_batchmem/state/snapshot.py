@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+
+# The table is private in torch 2.5.1 to 2.14.
+from torch.distributed._composable_state import _module_state_mapping
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.attributes import AttributeState
+from lightning_batchmem.state.contents import OF_DATA, OF_PARTS, OF_PROJECT
 from lightning_batchmem.state.saved_storages import SavedStorages
-from lightning_batchmem.state.sharded_modules import ShardedModules
-from lightning_batchmem.state.walked_kinds import OF_DATA, OF_PARTS, OF_PROJECT
 
 
 def freeze(schedulers: Iterable[Any]) -> None:
@@ -87,6 +89,25 @@ def restored_parts(
         left_out: objects that do not belong to them.
     """
     return Restored(AttributeState([], named, left_out, OF_PARTS))
+
+
+class ShardedModules:
+    """The table in which torch keeps the state of modules that ``fully_shard`` has sharded.
+
+    The entry of a module is not an attribute of it. A module that has an entry cannot be sharded.
+    """
+
+    def __init__(self) -> None:
+        self._entries = dict(_module_state_mapping)
+
+    def restore(self, restored: Container[int]) -> None:
+        """Restore the entries of modules with these ids; the others are not part of a search."""
+        for module in list(_module_state_mapping):
+            if id(module) in restored and module not in self._entries:
+                del _module_state_mapping[module]
+        for module, entry in self._entries.items():
+            if id(module) in restored:
+                _module_state_mapping[module] = entry
 
 
 class Snapshot(Restored):

@@ -175,20 +175,6 @@ class OnMachine(_Scaled):
         return float(accelerator.count)
 
 
-class Spawning(_Scaled):
-    """Spawns generators from a sequence of seeds and from a generator."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        self.seeds = np.random.SeedSequence(1)
-        self.generator = np.random.default_rng(2)
-
-    def left(self) -> float:
-        [seed] = self.seeds.spawn(1)
-        [other] = self.generator.bit_generator.seed_seq.spawn(1)
-        return np.random.default_rng(seed).random() + np.random.default_rng(other).random()
-
-
 class Collecting(_Scaled):
     """Adds to a set that was larger before, and uses its order."""
 
@@ -350,7 +336,6 @@ KEPT: dict[str, Case] = {
         InPassedData, fit=given(lambda size: shuffled(size, Noisy()))
     ),
     "in a data set with a lock": Case(InGuardedData),
-    "in sequences of seeds": Case(Spawning),
     "in a set": Case(Collecting),
 }
 

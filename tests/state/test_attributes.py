@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem.state import snapshot
+from lightning_batchmem.state.contents import LARGEST_COPIED_BYTES, OF_DATA, OF_PROJECT
 from lightning_batchmem.state.snapshot import Snapshot
-from lightning_batchmem.state.walked_kinds import LARGEST_COPIED_BYTES, OF_DATA, OF_PROJECT
 
 
 @dataclass
@@ -55,22 +55,6 @@ class Hashable:
 @dataclass(slots=True)
 class Slotted:
     values: list[int]
-
-
-class Unset:
-    """Has a slot without a value."""
-
-    __slots__ = ("count",)
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenCache:
-    """Has a slot that a method fills later."""
-
-    cached: int = field(init=False)
-
-    def fill(self):
-        object.__setattr__(self, "cached", 1)
 
 
 class Module(LightningModule):
@@ -109,7 +93,6 @@ def grow(value):
             lambda v: next(iter(v)).values.append(2),
             lambda v: [list(item.values) for item in v],
         ),
-        (bytearray(b"ab"), lambda v: v.append(3), bytes),
         (
             Tracker([1], {"deep": [1]}),
             grow,
@@ -133,8 +116,6 @@ def grow(value):
             lambda v: setattr(v, "values", v.values.append(2)),
             lambda v: list(v.values or []),
         ),
-        (FrozenCache(), lambda v: v.fill(), lambda v: getattr(v, "cached", None)),
-        (Unset(), lambda v: setattr(v, "count", 1), lambda v: getattr(v, "count", None)),
         (Tracker([1], {"deep": [1]}).append_two, lambda v: v(), lambda v: list(v.__self__.values)),
         (Tracker(), next, lambda v: v.count),
         (partial(append, []), lambda v: v(), lambda v: list(v.args[0])),
@@ -370,14 +351,6 @@ def test_an_object_that_gets_another_dictionary_and_another_class_has_its_own_ag
     assert module.value.__dict__ is attributes == {"n": 1}
 
 
-def test_the_factory_of_a_defaultdict_is_restored():
-    module = Module(defaultdict(int))
-    kept = ProjectSnapshot(module)
-    module.value.default_factory = None
-    kept.restore_or_warn()
-    assert module.value["new"] == 0
-
-
 def test_an_object_that_refuses_to_be_restored_is_a_warning():
     module = Module([np.ones(3), [1]])
     kept = ProjectSnapshot(module)
@@ -410,12 +383,6 @@ class Dice(random.Random):
         return self.throws + self.random()
 
 
-def partial_with_attributes():
-    value = partial(int)
-    value.seen = Counter()
-    return value
-
-
 def tensor_with_hook():
     value = nn.Parameter(torch.ones(1))
     value.register_hook(Counter())
@@ -428,13 +395,7 @@ def tensor_with_hook():
         (lambda: [1].append, lambda add: add(2) or list(add.__self__)),
         (lambda: random.Random(0).random, lambda draw: draw()),
         (lambda: partial(Counter()), lambda called: called()),
-        (partial_with_attributes, lambda called: called.seen()),
         (lambda: Dice(0), lambda dice: dice.throw()),
-        (
-            lambda: np.random.RandomState(np.random.MT19937(0)),
-            lambda state: state._bit_generator.seed_seq.spawn(1)[0].spawn_key,
-        ),
-        (lambda: defaultdict(Counter()), lambda items: items["new"]),
         (
             lambda: MappingProxyType({"rows": []}),
             lambda view: view["rows"].append(1) or [*view["rows"]],
@@ -445,10 +406,7 @@ def tensor_with_hook():
         "a method of a list",
         "a method of a random generator",
         "the function of a partial",
-        "an attribute of a partial",
         "a subclass of a generator",
-        "the seed sequence of a generator",
-        "the factory of a dict",
         "a view of a dict",
         "a hook on a tensor",
     ],
@@ -588,31 +546,6 @@ def test_a_set_keeps_its_order_where_members_were_only_added():
     assert list(members) == before
 
 
-def test_a_set_from_which_members_were_taken_is_one_warning():
-    module = Module(set(range(10)))
-    kept = ProjectSnapshot(module)
-    module.value.pop()
-    with pytest.warns(UserWarning, match=r"could not restore: Module\.value \(the order of a set"):
-        kept.restore_or_warn()
-    assert module.value == set(range(10))
-    module.value.pop()
-    # The search restores everything many times.
-    kept.restore_or_warn()
-
-
-@pytest.mark.parametrize("make", [np.random.SeedSequence, np.random.default_rng, np.random.PCG64])
-def test_the_children_of_a_seed_sequence_are_counted_again(make):
-    value = make(1)
-    value = getattr(value, "bit_generator", value)
-    sequence = getattr(value, "seed_seq", value)
-    module = Module([value])
-    kept = ProjectSnapshot(module)
-    spawned = sequence.spawn(2)
-    kept.restore_or_warn()
-    again = sequence.spawn(2)
-    assert [one.spawn_key for one in again] == [one.spawn_key for one in spawned]
-
-
 def test_a_fake_tensor_has_no_values_to_restore():
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.zeros(2, 3)
@@ -740,43 +673,6 @@ def test_a_datamodule_with_a_lock_is_restored():
     kept.restore_or_warn()
     assert data.rows == [1]
     assert kept.not_restorable == []
-
-
-def reshape(array):
-    array.shape = (2, 2)
-
-
-def grow_in_place(array):
-    array.resize(8, refcheck=False)
-
-
-def write_to_read_only(array):
-    array.flags.writeable = True
-    array[0] = 9
-    array.flags.writeable = False
-
-
-def read_only():
-    array = np.arange(4.0)
-    array.flags.writeable = False
-    return array
-
-
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (lambda: np.arange(4.0), reshape),
-        (lambda: np.arange(4.0), grow_in_place),
-        (read_only, write_to_read_only),
-    ],
-)
-def test_an_array_has_its_shape_and_its_items_again(make, change):
-    module = Module(make())
-    kept = ProjectSnapshot(module)
-    change(module.value)
-    kept.restore_or_warn()
-    assert module.value.tolist() == [0, 1, 2, 3]
-    assert module.value.flags.writeable == make().flags.writeable
 
 
 def test_a_gradient_that_others_refer_to_stays_the_same_object():

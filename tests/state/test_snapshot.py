@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_batchmem.state.contents import LARGEST_COPIED_BYTES
 from lightning_batchmem.state.saved_storages import SavedStorages
 from lightning_batchmem.state.snapshot import Snapshot, freeze, restored_parts
-from lightning_batchmem.state.walked_kinds import LARGEST_COPIED_BYTES
 
 
 def test_large_tensors_of_optimizers_and_named_objects_are_restored():
