@@ -16,11 +16,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
+from lightning_batchmem import BatchFinder, MemoryProfiler, Plan, memory_profiler
 from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot
 from lightning_batchmem.profile import device_reader
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.recorder import StepClock
@@ -1376,7 +1375,7 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
         end_step=lambda rank: "",
     )
 
-    def start(directory, device):
+    def start(when, directory, device):
         calls.append((directory, device.type))
         return snapshot
 
@@ -1386,7 +1385,7 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
             device_memory.use(2000 * MIB)
         device_memory.free()
 
-    monkeypatch.setattr(OomSnapshot, "start", start)
+    monkeypatch.setattr(memory_profiler, "start_snapshot", start)
     hooks = At(
         on_train_epoch_end=lambda trainer, module: work(module.steps, "epoch end"),
         on_validation_epoch_start=lambda trainer, module: work(module.steps, "validation start"),

@@ -18,7 +18,7 @@ def device_memory_for(device: torch.device, *, quick: bool = False) -> DeviceMem
     """Return the memory reader of a device, with cheap readings for every step if ``quick``.
 
     ``None`` without a peak counter: on MPS, XPU and all other devices, with an allocator of CUDA
-    that does not count, and on a host whose ``/proc/self/clear_refs`` cannot be written (not Linux,
+    that does not count, and on a host where ``/proc/self/clear_refs`` cannot be written (not Linux,
     some sandboxes).
     """
     if device.type == "cuda":

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_batchmem.devices.base import MemoryStats, Utilization
+from lightning_batchmem.devices.base import Garbage, MemoryStats, Utilization
 from lightning_batchmem.devices.foreign_values import value_or_none
-from lightning_batchmem.devices.garbage import Garbage
 from lightning_batchmem.devices.host import free_bytes_of_host
 
 # They count failed allocations, allocations that succeeded only after the cache was released (a
@@ -231,8 +230,8 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
 def cuda_joules(device: torch.device) -> float | None:
     """Return the energy that a GPU has used since its driver was loaded, in joules.
 
-    It is that of all processes on the GPU. It is ``None`` if NVML does not count it (before Volta),
-    and, with a warning, if NVML fails.
+    All processes on the GPU count. It is ``None`` if NVML does not count it (before Volta), and,
+    with a warning, if NVML fails.
 
     Source: nvmlDeviceGetTotalEnergyConsumption in the NVML API Reference Guide
     """

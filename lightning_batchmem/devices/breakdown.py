@@ -54,7 +54,7 @@ class MemoryBreakdown:
             step with the highest peak: outputs in a list, a metric, a cache.
         step: the step in which the parts were measured; None without steps.
         outside_bytes: bytes on the device outside this process's allocator at that time: contexts,
-            NCCL, other processes; None if unknown. They are no part of the peak.
+            NCCL, other processes; None if unknown. They are not a part of the peak.
         phase: the phase of the peak of that step: ``"forward"``, ``"backward"`` or
             ``"optimizer step"``; empty if it is unknown.
 
@@ -163,7 +163,7 @@ def gradient_bytes(module: Module, optimizers: Iterable[Optimizer], device: torc
 def _trained(module: Module, optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of a module, and the tensors that optimizers change.
 
-    Those that are no weights are master copies of them in another precision.
+    Tensors that are not weights are master copies of weights in another precision.
     """
     trained = tensors_in([optimizer.param_groups for optimizer in optimizers])
     return list(module.parameters()), [tensor for tensor in trained if tensor.is_leaf]

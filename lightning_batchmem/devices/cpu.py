@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from lightning_batchmem.devices.base import Utilization
-from lightning_batchmem.devices.cgroup import cpu_quota_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
+from lightning_batchmem.devices.host import cpu_quota_cores
 
 _SCHEDULER = Path("/proc/thread-self/schedstat")
 
@@ -63,13 +61,11 @@ def cpu_utilization() -> Utilization:
 
 def usable_cores() -> float:
     """Return the cores of this process's affinity, or its CPU quota in cores if that is less."""
-    cores = os.cpu_count() or 1
-    # psutil lacks this function on macOS.
-    if hasattr(psutil.Process, "cpu_affinity"):
-        cores = (
-            value_or_none("The CPU affinity", lambda: len(psutil.Process().cpu_affinity() or ()))
-            or cores
-        )
+    # Only Linux has this function.
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return min(cores, value_or_none("The CPU quota", cpu_quota_cores) or math.inf)
 
 

@@ -1,28 +1,33 @@
-"""Memory of this process on the host and under the limits of its control groups."""
+"""Memory of this process on the host, and the limits of its control groups."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
+import shutil
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from lightning_batchmem.devices.base import MemoryStats
-from lightning_batchmem.devices.cgroup import memory_headroom_bytes
+from lightning_batchmem.devices.base import Garbage, MemoryStats
 from lightning_batchmem.devices.foreign_values import value_or_none
-from lightning_batchmem.devices.garbage import Garbage
 
 if sys.platform != "win32":
     import resource
 
 _PROCESS = Path("/proc/self")
+_GROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = _PROCESS / "cgroup"
+# Where torch puts the tensors that processes send each other.
+# Source: shm_open(3); the strategies of torch.multiprocessing, 2.5.1 to 2.14
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108
 # The files in /proc write 1,024 bytes as "kB".
 # Source: proc_pid_status(5)
 _KIB = 1024
@@ -120,8 +125,9 @@ class HostMemory:
         control groups and of the process.
         """
         usage = self._usage()
+        of_groups = value_or_none("The memory limit of a control group", memory_headroom_bytes)
         of_process = value_or_none("The limits of this process", _resource_limit_rooms, usage)
-        rooms = [free_bytes_of_host(), memory_headroom_bytes(), *(of_process or [])]
+        rooms = [free_bytes_of_host(), of_groups, *(of_process or [])]
         return usage.resident_bytes + max(0, min(room for room in rooms if room is not None))
 
     def non_torch_bytes(self) -> None:
@@ -193,7 +199,7 @@ def _open_clear_refs(files: Path) -> int | None:
             return None
         clear_refs = os.open(files / "clear_refs", os.O_WRONLY)
         os.write(clear_refs, b"5")
-    # The file may have another form than that of Linux.
+    # The file may have another form than on Linux.
     except (OSError, ValueError, IndexError):
         if clear_refs is not None:
             os.close(clear_refs)
@@ -223,3 +229,93 @@ def _resource_limit_rooms(usage: _Usage) -> list[int]:
     used = ((resource.RLIMIT_AS, usage.size_bytes), (resource.RLIMIT_DATA, usage.data_bytes))
     limits = [(resource.getrlimit(kind)[0], used_bytes) for kind, used_bytes in used]
     return [limit - used_bytes for limit, used_bytes in limits if limit != resource.RLIM_INFINITY]
+
+
+def free_shared_bytes() -> float:
+    """Return the bytes that are free where loader workers put their batches.
+
+    They are ``inf`` without a limit. Docker limits this memory to 64 MiB unless ``--shm-size`` is
+    passed.
+    """
+    try:
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:
+        # Not Linux, which has other limits there.
+        return math.inf
+    # A tmpfs without a limit has no size. Source: the option size in tmpfs(5)
+    return usage.free if usage.total else math.inf
+
+
+def memory_headroom_bytes(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> int | None:
+    """Return the bytes left under the tightest limit of this process's control groups.
+
+    They are at least 0, and ``None`` without a limit; version 1 of control groups always has one,
+    of 2^63 less a page where none is set. A group's use includes other processes
+    (loader workers), but not ``inactive_file``: the kernel drops it first.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+    """
+    rooms = [_headroom_bytes(group) for group in _groups("memory", root, membership)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def cpu_quota_cores(*, root: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> float | None:
+    """Return the smallest CPU quota of this process's groups, in cores; ``None`` without a quota.
+
+    Source: cpu.max in https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.cfs_quota_us in
+    https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    quotas = []
+    for group in _groups("cpu", root, membership):
+        version_1 = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        for pair in (_read(group / "cpu.max").split(), version_1.split()):
+            # Without a quota, version 2 has "max" and version 1 has -1.
+            if len(pair) == 2 and pair[0] not in ("max", "-1"):
+                quotas.append(int(pair[0]) / int(pair[1]))
+    return min(quotas, default=None)
+
+
+def _headroom_bytes(group: Path) -> int | None:
+    # Above memory.high the kernel does not kill a training, but slows it down to a standstill.
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    # Version 2 writes "max" without a limit.
+    limits = [int(text) for name in names if (text := _read(group / name)) not in ("", "max")]
+    used = _read(group / "memory.current") or _read(group / "memory.usage_in_bytes")
+    if not (limits and used):
+        return None
+    statistics = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    # In version 1, the value with total_ in its name includes the group's children.
+    cached = statistics.get("total_inactive_file", statistics.get("inactive_file", "0"))
+    return max(0, min(limits) - max(0, int(used) - int(cached)))
+
+
+def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """Directories of this process's groups and of their ancestors."""
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        # This is version 2, which a hybrid host mounts below version 1.
+        if controllers == "":
+            bases = [root, root / "unified"]
+        elif controller in controllers.split(","):
+            bases = [root / controller, root / controllers]
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        # The group is outside the cgroup namespace, so only the root of the namespace is visible.
+        if ".." in parts:
+            parts = ()
+        for base in dict.fromkeys(bases):
+            # Without a namespace, the path is the host's, and the container's group is mounted at
+            # the base.
+            for depth in range(len(parts), -1, -1):
+                yield base.joinpath(*parts[:depth])
+
+
+def _read(path: Path) -> str:
+    try:
+        # Names on Linux are bytes in any encoding.
+        return path.read_text(errors="surrogateescape").strip()
+    # The file does not exist, or the group was removed meanwhile.
+    except OSError:
+        return ""

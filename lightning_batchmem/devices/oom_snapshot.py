@@ -15,52 +15,67 @@ from lightning.pytorch.utilities import rank_zero_warn
 _MAX_EVENTS = 100_000
 
 
-class OomSnapshot:
-    """Records the allocator's events, and writes them when memory ran out.
+class AllocatorHistory:
+    """Records the allocator's events, and writes them when memory ran out or a step has ended.
 
     A history that somebody else records is written too, and continues. This needs CUDA: only
     ``torch.cuda`` can report whether a history is recorded already.
+
+    Args:
+        directory: where the file is written.
+        step: the number of the one training step that is recorded; ``None``: all steps are, and
+            written only if memory runs out.
 
     Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html; read in torch 2.5.1 and
     2.13.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, step: int | None = None) -> None:
         self._directory = directory
-        self._is_own = not torch._C._cuda_isHistoryEnabled()
-        if self._is_own:
-            torch.cuda.memory._record_memory_history(
-                "all", context="alloc", stacks="python", max_entries=_MAX_EVENTS
-            )
+        self._step = step
+        self._is_recorded = False
+        # Somebody else may have started it.
+        self._is_own = False
 
-    @classmethod
-    def start(cls, directory: Path | None, device: torch.device) -> OomSnapshot | None:
-        """Start to record, which starts CUDA; None with a warning if this is not possible."""
-        if device.type != "cuda":
-            reason = "it needs a CUDA device"
-        elif directory is None:
-            reason = "it needs a log_dir that is local, and a run without fast_dev_run"
-        else:
-            try:
-                return cls(directory)
-            # An allocator without a history (cudaMallocAsync) raises this type.
-            except RuntimeError as error:
-                reason = _first_line(error)
-        rank_zero_warn(f"No memory snapshot will be written: {reason}.")
-        return None
+    def record(self) -> bool:
+        """Begin to record, which starts CUDA; returns False, with a warning, if it fails."""
+        try:
+            is_own = not torch._C._cuda_isHistoryEnabled()
+            if is_own:
+                torch.cuda.memory._record_memory_history(
+                    "all", context="alloc", stacks="python", max_entries=_MAX_EVENTS
+                )
+        # An allocator without a history (cudaMallocAsync) raises this type.
+        except RuntimeError as error:
+            _warn(_first_line(error))
+            return False
+        self._is_own = is_own
+        self._is_recorded = True
+        return True
 
     def begin_step(self, number: int) -> None:
-        """Go on: every step is recorded."""
+        """Begin to record if this is the step."""
+        # It may begin again, because a step that Lightning skips does not count.
+        if number == self._step and not self._is_recorded:
+            self.record()
 
     def end_step(self, rank: int) -> str:
-        """Write nothing."""
-        return ""
+        """Return a sentence about the file if a step was recorded, and is written now."""
+        if self._step is None:
+            return ""
+        text = self.write(rank)
+        self.stop()
+        return text
 
-    def write(self, rank: int, name: str = "oom") -> str:
-        """Write the snapshot to a new file, and return a sentence about it.
+    def write(self, rank: int) -> str:
+        """Write what was recorded, and return a sentence about it; empty without a recording.
 
-        The file is ``oom_snapshot_rank<rank>.pickle``, or a numbered one if that exists.
+        The file is ``<name>_snapshot_rank<rank>.pickle``, or a numbered one if that exists. The
+        name is ``oom`` or ``step_<number>``.
         """
+        if not self._is_recorded:
+            return ""
+        name = "oom" if self._step is None else f"step_{self._step}"
         path = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -80,56 +95,15 @@ class OomSnapshot:
 
     def stop(self) -> None:
         """Stop recording, unless somebody else started it."""
+        self._is_recorded = False
         if self._is_own:
             self._is_own = False
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class StepSnapshot:
-    """Records the allocator's events in one training step, and writes them at its end.
-
-    If memory runs out in this step, they are written then.
-
-    Args:
-        directory: where the file ``step_<number>_snapshot_rank<rank>.pickle`` is written.
-        device: the CUDA device.
-        number: the number of the step.
-    """
-
-    def __init__(self, directory: Path, device: torch.device, number: int) -> None:
-        self._directory = directory
-        self._device = device
-        self._number = number
-        # While the step runs.
-        self._recording: OomSnapshot | None = None
-
-    def begin_step(self, number: int) -> None:
-        """Begin to record if it is the step."""
-        # It may begin again, because a step that Lightning skips does not count.
-        if number == self._number and self._recording is None:
-            self._recording = OomSnapshot.start(self._directory, self._device)
-
-    def end_step(self, rank: int) -> str:
-        """End to record, and return a sentence about the file; empty for another step."""
-        text = self.write(rank)
-        self.stop()
-        return text
-
-    def write(self, rank: int) -> str:
-        """Write what was recorded, and return a sentence about it; empty without anything."""
-        recording = self._recording
-        return "" if recording is None else recording.write(rank, f"step_{self._number}")
-
-    def stop(self) -> None:
-        """Stop recording."""
-        if self._recording is not None:
-            self._recording.stop()
-            self._recording = None
-
-
 def start_snapshot(
     when: str | int, directory: Path | None, device: torch.device
-) -> OomSnapshot | StepSnapshot | None:
+) -> AllocatorHistory | None:
     """Start to record, or prepare it for a step; None with a warning if it is not possible.
 
     Args:
@@ -137,9 +111,20 @@ def start_snapshot(
         directory: where the file is written; None if that is not local.
         device: the device.
     """
-    if isinstance(when, str) or directory is None or device.type != "cuda":
-        return OomSnapshot.start(directory, device)
-    return StepSnapshot(directory, device, when)
+    if device.type != "cuda":
+        _warn("it needs a CUDA device")
+        return None
+    if directory is None:
+        _warn("it needs a log_dir that is local, and a run without fast_dev_run")
+        return None
+    if isinstance(when, int):
+        return AllocatorHistory(directory, when)
+    history = AllocatorHistory(directory)
+    return history if history.record() else None
+
+
+def _warn(reason: str) -> None:
+    rank_zero_warn(f"No memory snapshot will be written: {reason}.")
 
 
 def _new_path(directory: Path, stem: str) -> Path:

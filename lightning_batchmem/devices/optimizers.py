@@ -1,12 +1,12 @@
-"""Optimizers that hold other optimizers, and the hooks of their steps.
+"""Optimizers that wrap other optimizers, and the hooks of their steps.
 
 torch calls the hooks of a step where ``Optimizer.__init__`` has run. Wrappers such as Lookahead and
-AcceleratedOptimizer do not call it, and their step is one of the optimizer that they hold.
+AcceleratedOptimizer do not call it, and their step is a step of the optimizer inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,27 +18,17 @@ from lightning_batchmem.devices.tensors import tensors_in
 STEP = "The step of an optimizer"
 
 
-def with_held(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and those that it holds, directly or in a collection, the nearest first.
-
-    Those that hold each other are there once.
-    """
+def with_wrapped(optimizer: Any) -> list[Any]:
+    """List an optimizer and those that it wraps, in attributes or in lists, the nearest first."""
     found = [optimizer]
     for one in found:
-        yield one
-        for value in list(attributes_of(one).values()):
+        for value in attributes_of(one).values():
+            items = value if type(value) in (list, tuple) else [value]
+            # Two may hold each other. The class that an object says it has may raise an error.
             found += [
-                held
-                for held in _items_of(value)
-                # The class that an object says it has may raise an error.
-                if issubclass(type(held), Optimizer) and not any(held is one for one in found)
+                item for item in items if issubclass(type(item), Optimizer) and item not in found
             ]
-
-
-def _items_of(value: Any) -> list[Any]:
-    if type(value) is dict:
-        return list(value.values())
-    return list(value) if type(value) in (list, tuple) else [value]
+    return found
 
 
 class StepHooks:
@@ -53,37 +43,32 @@ class StepHooks:
         after: Callable[..., object],
         before: Callable[..., object] | None = None,
     ) -> bool:
-        """Add hooks to the nearest optimizer in this one whose hooks torch calls.
+        """Add hooks to the nearest optimizer in this one that calls them.
 
         Returns:
             Whether they are called.
         """
-        for one in with_held(optimizer):
-            if value_or_none(STEP, _calls_hooks, one):
-                return value_or_none(STEP, self._add, one, after, before) or False
-        return False
+        return value_or_none(STEP, self._add, optimizer, after, before) or False
 
     def _add(
         self, optimizer: Any, after: Callable[..., object], before: Callable[..., object] | None
     ) -> bool:
-        self._handles.append(optimizer.register_step_post_hook(after))
-        if before is not None:
-            self._handles.append(optimizer.register_step_pre_hook(before))
-        return True
+        for one in with_wrapped(optimizer):
+            # Both names are private in torch 2.5.1 to 2.14. A wrapper may have the dictionaries
+            # only.
+            if getattr(one.step, "hooked", False) and hasattr(one, "_optimizer_step_post_hooks"):
+                self._handles.append(one.register_step_post_hook(after))
+                if before is not None:
+                    self._handles.append(one.register_step_pre_hook(before))
+                return True
+        return False
 
     def remove(self) -> None:
         """Remove all of them."""
         while self._handles:
-            value_or_none(STEP, lambda handle: handle.remove(), self._handles.pop())
-
-
-def _calls_hooks(optimizer: Any) -> bool:
-    # Both names are those of torch 2.5.1 to 2.14. A wrapper may have the dictionaries only.
-    return getattr(optimizer.step, "hooked", False) and hasattr(
-        optimizer, "_optimizer_step_post_hooks"
-    )
+            self._handles.pop().remove()
 
 
 def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors in the states of optimizers, and of optimizers that these hold."""
-    return tensors_in([one.state for optimizer in optimizers for one in with_held(optimizer)])
+    """Return the tensors in the states of optimizers, and of optimizers that these wrap."""
+    return tensors_in([one.state for optimizer in optimizers for one in with_wrapped(optimizer)])

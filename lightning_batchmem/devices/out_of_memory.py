@@ -78,7 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def phase_of(error: BaseException) -> str:
     """Return the phase of a training step that raised an error; empty outside of these.
 
-    It is that of the innermost frame: a closure runs inside the step of an optimizer.
+    The innermost frame decides: a closure runs inside the step of an optimizer.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         # It is private in torch 2.5.1 to 2.14.

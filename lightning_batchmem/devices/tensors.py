@@ -18,7 +18,7 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 _LEAVES = frozenset(
     {str, bytes, bytearray, memoryview, range, int, float, bool, complex, type(None)}
 )
-# An object may make its items when they are read, and those theirs. Python ends at 1,000 calls.
+# An object may make its items when they are read, and those theirs, without an end.
 _MOST_LEVELS = 500
 # Items of a sequence that may make them when they are read. A batch has fewer samples.
 _MOST_READ = 10_000
@@ -40,7 +40,7 @@ def _tensors_in(data: object) -> list[Tensor]:
 
 
 def _collect(data: Any, tensors: list[Tensor], parents: set[int]) -> None:
-    # The class that an object says it has may be that of something else, or raise an error.
+    # The class that an object says it has may be another one, or raise an error.
     if issubclass(type(data), Tensor):
         tensors.append(data)
     elif type(data) not in _LEAVES and id(data) not in parents:
@@ -69,7 +69,7 @@ def _items(data: object) -> list[Any]:
         # A sequence that raises no IndexError has no end but its length, and one that reads its
         # items from a file may be as long as the data set.
         return list(islice(data, min(len(data), _MOST_READ)))
-    # A batch may refer to its model, whose tensors are not part of the batch.
+    # A batch may refer to its model, but the weights are not part of the batch.
     if isinstance(data, (type, Module)):
         return []
     if is_dataclass(data):
@@ -138,21 +138,21 @@ def copied(sample: Any, *, share_tensors: bool = False) -> Any:
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the strided tensors inside a tensor.
 
-    These are the local shard of a DTensor, or the indices and values of a sparse tensor.
+    These are the local shard of a DTensor, or the indices and values of a sparse tensor. Other
+    layouts have none: sparse in rows or blocks, and oneDNN.
     """
-    has_own_dispatch = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     # DTensors, and jagged and quantized tensors, have this method.
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         # The names of a DTensor include its device mesh, which is not a tensor (torch 2.13).
         inner = [getattr(tensor, name) for name in names]
-    elif has_own_dispatch and (wrapped := tensors_in(vars(tensor))):
-        # Some of these types have no __tensor_flatten__, for example torch.masked.MaskedTensor.
-        inner = wrapped
-    elif tensor.layout is not torch.strided:
-        inner = list(_sparse_parts(tensor))
+    elif tensor.layout is torch.sparse_coo:
+        # Gradients of Embedding(sparse=True) have this layout. They may be uncoalesced, and
+        # indices() raises an error for those.
+        inner = [tensor._indices(), tensor._values()]
     else:
-        yield tensor
+        if tensor.layout is torch.strided:
+            yield tensor
         return
     for part in inner:
         if isinstance(part, Tensor):
@@ -160,25 +160,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
-    """Return the bytes of the tensors on ``device``, or on all devices if it is None.
-
-    A sparse tensor counts with all its parts.
-    """
+    """Return the bytes of the tensors on ``device``, or on all devices if it is None."""
     parts = (part for tensor in tensors for part in plain_tensors(tensor))
     return sum(part.nbytes for part in parts if device is None or is_on(part.device, device))
-
-
-def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    # Gradients of Embedding(sparse=True) have this layout. They may be uncoalesced, and indices()
-    # raises an error for those.
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    # The layout of oneDNN has no storage.
-    return ()
 
 
 def is_on(place: torch.device, device: torch.device) -> bool:

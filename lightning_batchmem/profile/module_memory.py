@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from lightning_batchmem.devices.foreign_values import error_text
-from lightning_batchmem.devices.optimizers import with_held
+from lightning_batchmem.devices.optimizers import with_wrapped
 from lightning_batchmem.devices.tensors import bytes_of, is_on, plain_tensors, tensors_in
 
 
@@ -211,7 +211,7 @@ class ModuleStep:
         """Use what was measured, and the gradients and states that exist now."""
         if self.peak is not None:
             return
-        optimizers = [one for optimizer in self._optimizers for one in with_held(optimizer)]
+        optimizers = [one for optimizer in self._optimizers for one in with_wrapped(optimizer)]
         counted: set[Tensor] = set()
         modules = []
         for name, module in self._root.named_modules():

@@ -19,7 +19,7 @@ from lightning_batchmem._lightning.trainer_state import callbacks_of
 from lightning_batchmem.devices import device_name
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot, StepSnapshot
+from lightning_batchmem.devices.oom_snapshot import AllocatorHistory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
@@ -114,7 +114,7 @@ class Run:
         options: Options,
         *,
         folder: RunFolder | None,
-        snapshot: OomSnapshot | StepSnapshot | None,
+        snapshot: AllocatorHistory | None,
     ) -> None:
         device = trainer.strategy.root_device
         if device_memory is None:

@@ -6,9 +6,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_batchmem.batches.shared_memory import free_shared_bytes
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.devices.host import HostMemory, free_shared_bytes
 from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.plan.limits import ProjectStep, SearchLimits
 from lightning_batchmem.plan.notes import Note

@@ -1,7 +1,7 @@
 """Attributes of the objects that a training program leads to, restored in place.
 
-The objects themselves stay, because a hook or a closure may hold a reference to them. What is no
-attribute of an instance is not restored: ``docs/limits.md`` names it.
+The objects themselves stay, because a hook or a closure may hold a reference to them. Only
+attributes of instances are restored: ``docs/limits.md`` names the rest.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ Children = Iterator[tuple[str, Any]]
 class AttributeState:
     """Contents of every mutable object to which attributes and items of ``roots`` lead.
 
-    ``not_restorable`` names the objects that cannot be restored. ``schedulers``, ``loaders`` and
-    ``data`` are the schedulers of learning rates, the DataLoaders, and the loaders and data sets
-    with their names, that were reached. Data are walked only where they are among ``named``, with
-    limits of their own.
+    ``not_restorable`` names the objects that cannot be restored. The walk also lists the
+    ``schedulers`` of learning rates, the DataLoaders (``loaders``), and ``data``: loaders and data
+    sets with their names. Data are walked only if they are among ``named``, with limits of their
+    own.
 
     Args:
         roots: modules, and objects that are walked whatever their type is.
@@ -90,7 +90,7 @@ class AttributeState:
         not_walked: Iterable[object] = (),
         limits: WalkLimits = OF_PROJECT,
     ) -> None:
-        # Arrays are here too, as tensors over the same memory. The caller saves the bytes of all.
+        # The caller saves their bytes.
         self.tensors: list[SavedTensor] = []
         self.not_restorable: list[str] = []
         self.schedulers: list[LRScheduler] = []
@@ -135,22 +135,22 @@ class AttributeState:
             modules = root.named_modules() if isinstance(root, Module) else [("", root)]
             for name, module in modules:
                 path = Path(None, f"{type(root).__name__}.{name}".rstrip("."))
-                self._take(self._add_root, path, module)
+                self._visit(self._add_root, path, module)
         for name, value in named:
-            self._take(self._add_named, Path(None, name), value)
+            self._visit(self._add_named, Path(None, name), value)
         while self._pending:
             path, value = self._pending.popleft()
             if id(value) in self._seen:
                 continue
             if len(self._seen) >= self._most_objects:
                 most = f"more than {self._limits.most_objects:,}"
-                self._leave_data(Path(path, " and deeper objects"), most)
+                self._report_data(Path(path, " and deeper objects"), most)
                 break
             self._seen[id(value)] = value
-            self._take(self._add, path, value)
+            self._visit(self._add, path, value)
 
-    def _take(self, add: Callable[[Path, Any], Children], path: Path, value: Any) -> None:
-        """Record an object, and let the objects follow to which it leads."""
+    def _visit(self, add: Callable[[Path, Any], Children], path: Path, value: Any) -> None:
+        """Record an object, and put the objects to which it leads into the queue."""
         try:
             for name, child in add(path, value):
                 if not issubclass(type(child), ATOMS):
@@ -158,14 +158,14 @@ class AttributeState:
         # A question to a user's object may raise any exception.
         except Exception as error:  # noqa: BLE001
             self._left_out.add(id(value))
-            self._leave(path, type(error).__name__)
+            self._report(path, type(error).__name__)
 
-    def _leave(self, path: Path, why: str) -> None:
+    def _report(self, path: Path, why: str) -> None:
         self.not_restorable.append(f"{path} ({why})")
 
-    def _leave_data(self, path: Path, why: str) -> None:
+    def _report_data(self, path: Path, why: str) -> None:
         if self._limits.names_data:
-            self._leave(path, why)
+            self._report(path, why)
 
     def _add_root(self, path: Path, root: Any) -> Children:
         self._seen[id(root)] = root
@@ -185,7 +185,7 @@ class AttributeState:
     def _add_named(self, path: Path, value: Any) -> Children:
         if id(value) in self._left_out or isinstance(value, (*NOT_WALKED, *DATA)):
             # Of data, only the small parts are restored.
-            self._leave_data(path, type(value).__name__)
+            self._report_data(path, type(value).__name__)
         elif self._limits.names_data:
             yield from self._add_state_tensors(path, value)
         yield "", value
@@ -233,11 +233,11 @@ class AttributeState:
             is_live = isinstance(value, LIVE_RESOURCES)
             if is_live or (is_iterator and not restore):
                 self._left_out.add(id(value))
-                leave = self._leave_data if is_live else self._leave
-                leave(path, type(value).__name__)
+                report = self._report_data if is_live else self._report
+                report(path, type(value).__name__)
                 return
             if restore:
-                self._later(path, restore)
+                self._record(path, restore)
             if isinstance(value, Tensor):
                 self._add_tensor(path, value, LARGEST_COPIED_BYTES)
             # A loader makes another one in each epoch. The name is private in torch 2.5.1 to 2.14.
@@ -251,7 +251,7 @@ class AttributeState:
         # A sparse or nested tensor has no storage of its own.
         if tensor.layout is not torch.strided or tensor.is_nested:
             if tensor.device.type != "meta":
-                self._later(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
+                self._record(path, torch.no_grad()(tensor.copy_), tensor.detach().clone())
             return
         storage = tensor.untyped_storage()
         # The storage of a fake tensor, which has no values either, is there too.
@@ -261,7 +261,7 @@ class AttributeState:
         if self._has_room(storage.nbytes(), largest_bytes) or self._is_saved(tensor):
             self.tensors.append(SavedTensor(tensor))
         else:
-            self._leave_data(path, f"a tensor of {storage.nbytes():,} bytes")
+            self._report_data(path, f"a tensor of {storage.nbytes():,} bytes")
 
     def _is_saved(self, tensor: Tensor) -> bool:
         saved = {flat.data_ptr() for one in self.tensors for flat in one.flats}
@@ -270,10 +270,10 @@ class AttributeState:
 
     def _add_array(self, path: Path, array: Any) -> Children:
         if not self._has_room(array.nbytes):
-            self._leave_data(path, f"an array of {array.nbytes:,} bytes")
+            self._report_data(path, f"an array of {array.nbytes:,} bytes")
             return
         if array.flags.writeable:
-            self._later(path, np.copyto, array, array.copy())
+            self._record(path, np.copyto, array, array.copy())
         if array.dtype.hasobject:
             yield from self._add_container(path, tuple(array.flat))
         # A masked array has its mask there.
@@ -290,7 +290,7 @@ class AttributeState:
             return
         contents = contents_of(value)
         if hasattr(value, "clear"):
-            self._later(path, refill, value, contents)
+            self._record(path, refill, value, contents)
         if len(contents) > self._limits.most_entered:
             return
         if isinstance(contents, dict):
@@ -312,12 +312,12 @@ class AttributeState:
         entries = {**contents, **slots}
         if any(issubclass(type(item), left_with) for item in entries.values()):
             self._left_out.add(id(value))
-            self._leave(path, "it holds a lock, a thread, a file or a socket")
+            self._report(path, "it holds a lock, a thread, a file or a socket")
             return
-        self._later(path, restore_object, value, type(value), attributes, contents)
+        self._record(path, restore_object, value, type(value), attributes, contents)
         for name, item in slots.items():
-            self._later(Path(path, f".{name}"), set_slot, value, name, item)
+            self._record(Path(path, f".{name}"), set_slot, value, name, item)
         yield from ((f".{name}", item) for name, item in entries.items())
 
-    def _later(self, path: Path, restore: Callable[..., object], *arguments: Any) -> None:
+    def _record(self, path: Path, restore: Callable[..., object], *arguments: Any) -> None:
         self._restores.append((path, partial(restore, *arguments)))

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -74,17 +73,12 @@ def test_other_devices_are_not_counted():
     assert breakdown == MemoryBreakdown(0, 0, 0, 0, 0, 7)
 
 
-# Torch warns once in a process that CSR is in beta and that its invariants are not checked.
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_lazy_sparse_and_wrapping_tensors():
+def test_lazy_and_sparse_tensors():
     embedding = nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 2, 2])).sum().backward()
     module = nn.ModuleList([embedding, nn.LazyLinear(3)])
     breakdown = measure_breakdown(module, [], None, CPU, start_bytes=1000)
     assert (breakdown.parameters_bytes, breakdown.gradients_bytes) == (160, 3 * 8 + 3 * 16)
-    csr = torch.sparse_csr_tensor(torch.arange(5), torch.arange(4), torch.ones(4))
-    breakdown = measure_breakdown(nn.Identity(), [], csr, CPU, start_bytes=0)
-    assert breakdown.batch_bytes == 5 * 8 + 4 * 8 + 4 * 4
 
 
 def test_a_dtensor_counts_with_its_local_shard(tmp_path):

@@ -43,24 +43,18 @@ def test_the_text_of_an_error_that_has_none():
     ]
 
 
-class Endless(UserList):
+class Pairs(UserList):
     """Makes its items when they are read."""
 
-    def __getitem__(self, index):
-        return Endless([0])
-
-
-class Pairs(UserList):
     def __getitem__(self, index):
         return Pairs([0, 0])
 
 
-@pytest.mark.parametrize("kind", [Endless, Pairs])
-def test_a_batch_without_an_end_has_no_tensors_that_are_known(kind):
-    with pytest.warns(UserWarning, match="cannot be read: RecursionError: it has more than 500"):
-        assert tensors_in([torch.ones(1), kind([0, 0])]) == []
+def test_a_batch_without_an_end_has_no_tensors_that_are_known():
+    with pytest.warns(UserWarning, match="cannot be read: RecursionError"):
+        assert tensors_in([torch.ones(1), Pairs([0, 0])]) == []
     # There is one warning in a run.
-    assert tensors_in(kind([0, 0])) == []
+    assert tensors_in(Pairs([0, 0])) == []
 
 
 class Column(UserList):

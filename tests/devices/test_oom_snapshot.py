@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_batchmem.devices.oom_snapshot import OomSnapshot, start_snapshot
+from lightning_batchmem.devices.oom_snapshot import start_snapshot
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,7 +43,7 @@ def history(monkeypatch):
 
 
 def test_a_bounded_history_is_recorded_and_stopped_once(history, tmp_path):
-    snapshot = OomSnapshot.start(tmp_path, CUDA)
+    snapshot = start_snapshot("on_oom", tmp_path, CUDA)
     options = {"context": "alloc", "stacks": "python", "max_entries": 100_000}
     assert history.calls == [("all", options)]
     snapshot.stop()
@@ -79,7 +79,7 @@ def test_memory_that_runs_out_in_the_step_is_written_too(history, tmp_path):
 
 def test_a_history_of_somebody_else_continues_and_is_written(history, tmp_path):
     history.is_on = True
-    snapshot = OomSnapshot.start(tmp_path, CUDA)
+    snapshot = start_snapshot("on_oom", tmp_path, CUDA)
     snapshot.write(0)
     snapshot.stop()
     assert history.calls == []
@@ -88,7 +88,7 @@ def test_a_history_of_somebody_else_continues_and_is_written(history, tmp_path):
 
 def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(history, tmp_path):
     directory = tmp_path / "made" / "when written"
-    snapshot = OomSnapshot.start(directory, CUDA)
+    snapshot = start_snapshot("on_oom", directory, CUDA)
     assert not directory.exists()
     for rank, name in ((3, "3"), (3, "3_2"), (3, "3_3"), (0, "0")):
         path = directory / f"oom_snapshot_rank{name}.pickle"
@@ -108,7 +108,7 @@ def test_the_sentence_names_the_file_and_no_older_one_is_overwritten(history, tm
 )
 def test_a_failure_is_a_sentence_and_leaves_no_half_file(history, tmp_path, error, reason):
     history.dump_error = error
-    sentence = OomSnapshot.start(tmp_path, CUDA).write(0)
+    sentence = start_snapshot("on_oom", tmp_path, CUDA).write(0)
     assert str(tmp_path) in sentence
     assert sentence.endswith(reason)
     assert list(tmp_path.iterdir()) == []

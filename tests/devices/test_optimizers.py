@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from lightning_batchmem.devices.optimizers import StepHooks, state_tensors, with_held
+from lightning_batchmem.devices.optimizers import StepHooks, state_tensors, with_wrapped
 from tests.helpers.wrapped_optimizers import WRAPPED, ByHand, Delegating, Lookahead, adam
 
 
@@ -53,24 +53,14 @@ def test_a_wrapper_whose_own_hooks_are_called_is_hooked_itself(weights):
 def test_optimizers_that_hold_each_other_are_there_once(weights):
     first = ByHand(weights)
     second = Lookahead(first)
-    first.others = {"outer": second}
-    assert list(with_held(first)) == [first, second]
+    first.others = [second]
+    assert with_wrapped(first) == [first, second]
     assert not StepHooks().add(first, print)
     # What is not an optimizer of torch may be anything.
-    assert list(with_held(7)) == [7]
+    assert with_wrapped(7) == [7]
     with pytest.warns(UserWarning, match="step of an optimizer cannot be read"):
         assert not StepHooks().add(7, print)
     assert not StepHooks().add(SimpleNamespace(step=print), print)
-
-
-class RaisingDict(dict):
-    def values(self):
-        raise ConnectionError("values")
-
-
-class RaisingList(list):
-    def __iter__(self):
-        raise ConnectionError("items")
 
 
 class Unbound:
@@ -81,11 +71,10 @@ class Unbound:
         raise RuntimeError("outside of context")
 
 
-@pytest.mark.parametrize("make", [RaisingDict, RaisingList, Unbound])
-def test_attributes_of_an_optimizer_may_be_anything(weights, make):
+def test_attributes_of_an_optimizer_may_be_anything(weights):
     optimizer = adam(weights)
-    optimizer.context = make()
-    assert list(with_held(optimizer)) == [optimizer]
+    optimizer.context = Unbound()
+    assert with_wrapped(optimizer) == [optimizer]
 
 
 def test_states_are_those_of_all_optimizers_inside(weights):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_batchmem.devices.garbage import Garbage
+from lightning_batchmem.devices.base import Garbage
 from lightning_batchmem.devices.host import HostMemory
 
 MIB = 1 << 20

@@ -1,9 +1,17 @@
+import math
 import os
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
-from lightning_batchmem.devices.cgroup import cpu_quota_cores, memory_headroom_bytes
-from lightning_batchmem.devices.foreign_values import begin_run
+from lightning_batchmem.devices import host
+from lightning_batchmem.devices.host import (
+    HostMemory,
+    cpu_quota_cores,
+    free_shared_bytes,
+    memory_headroom_bytes,
+)
 
 MIB = 1 << 20
 UNLIMITED_V1 = str(0x7FFFFFFFFFFFF000)
@@ -114,23 +122,14 @@ def test_a_change_of_limit_use_or_group_is_seen(tmp_path, membership):
     assert headroom_mib(tmp_path, membership) == 20
 
 
-def test_files_that_cannot_be_parsed_are_a_warning(tmp_path, membership):
-    usual = {"app/memory.max": 100, "app/memory.current": 90}
+def test_files_that_cannot_be_parsed_are_a_warning_and_no_limit(tmp_path, membership, monkeypatch):
     membership.write_text("0::/app\n")
     root = tmp_path / "root"
-    write_files(root, {**usual, "app/memory.stat": STATISTICS})
-    odd = {
-        "app/memory.stat": "inactive_file 100 kB",
-        "app/memory.current": "many",
-        "app/memory.max": "\u00b2",
-    }
-    for name, content in odd.items():
-        begin_run()
-        write_files(root, {name: content})
-        with pytest.warns(UserWarning, match="The memory limit in .*app cannot be read"):
-            assert headroom_mib(root, membership) is None
-    membership.write_text("none\n")
-    assert headroom_mib(root, membership) is None
+    write_files(root, {"app/memory.max": "\u00b2", "app/memory.current": 90})
+    headroom = partial(memory_headroom_bytes, root=root, membership=membership)
+    monkeypatch.setattr(host, "memory_headroom_bytes", headroom)
+    with pytest.warns(UserWarning, match="The memory limit of a control group cannot be read"):
+        assert HostMemory().available_bytes() > 100 * MIB
 
 
 def test_a_group_whose_name_is_in_another_encoding(tmp_path, membership):
@@ -161,3 +160,13 @@ def test_cpu_quota(tmp_path, membership, line, files, cores):
     membership.write_text(f"{line}\n")
     write_files(tmp_path, files)
     assert cpu_quota_cores(root=tmp_path, membership=membership) == cores
+
+
+def test_shared_memory_without_a_limit_has_no_bound(monkeypatch):
+    assert free_shared_bytes() > 0
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda _: SimpleNamespace(total=0))
+    assert free_shared_bytes() == math.inf
+    monkeypatch.undo()
+    # Not Linux.
+    monkeypatch.setattr(host, "_SHARED_MEMORY", "/nowhere")
+    assert free_shared_bytes() == math.inf
