@@ -79,7 +79,6 @@ def test_no_trace(name: str, tmp_path: Path) -> None:
         "collate_that_counts_in_shared_memory",
         "data_set_that_reads_on_in_a_file",
         "parts_that_own_something",
-        "data_set_that_fetches_batches",
     ],
 )
 def test_no_trace_of_a_worker(name: str, tmp_path: Path) -> None:

@@ -164,8 +164,7 @@ def test_records_have_about_ten_fields_or_are_made_of_parts():
 # Nobody assigns to an attribute of another object of the package. `_lightning/` assigns to those of
 # Lightning, and these files to those of torch, numpy, Lightning and Python.
 ASSIGNED = {
-    "batches/counted_batches.py": {"kind.fetch"},
-    "batches/sample_bytes.py": {"pickler.dispatch_table"},
+    "batches/byte_counts.py": {"pickler.dispatch_table"},
     "comparison.py": {"torch.backends.cudnn.benchmark"},
     "devices/out_of_memory.py": {"error.__traceback__"},
     "find.py": {"strategy.model", "strategy.optimizers", "strategy.lr_scheduler_configs"},
@@ -179,7 +178,6 @@ ASSIGNED = {
         "type(torch.backends.cudnn).enabled",
         "layer.flatten_parameters",
     },
-    "state/refill.py": {"array.shape", "array.flags.writeable"},
     "state/saved_storages.py": {"leaf.grad", "leaf.data", "self.tensor.grad"},
     # Users assign the policy too. The limit of the saved bytes is of a process that ends then.
     "check.py": {"finder.policy"},

@@ -10,8 +10,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lightning_batchmem._lightning.trainer_state import callbacks_of, in_every_package
-from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.batches.loaders import BudgetLoader, LoaderInfo, StageLoaders
 from lightning_batchmem.plan.options import (
     UNBOUNDED_MAX_BATCH_SIZE,
     UNBOUNDED_MAX_BUDGET,

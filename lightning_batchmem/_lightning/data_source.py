@@ -18,8 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_batchmem._lightning.trainer_state import lightning_name
-from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.batches.loaders import BudgetLoader, LoaderInfo, StageLoaders
 
 
 def validation_loop(trainer: Trainer) -> Any:

@@ -32,14 +32,18 @@ from lightning_batchmem._lightning.places import (
 from lightning_batchmem._lightning.trainer_state import datamodules_of
 from lightning_batchmem.batches.batch_sampler import single_samples
 from lightning_batchmem.batches.budget_batches import BUDGET_FACTOR
-from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
-from lightning_batchmem.batches.counted_batches import (
+from lightning_batchmem.batches.loader_size import (
     check_batch_of_one,
     check_batch_sampler,
     check_iteration,
+    loader_batch_size,
 )
-from lightning_batchmem.batches.loader_size import loader_batch_size
-from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
+from lightning_batchmem.batches.loaders import (
+    BudgetLoader,
+    LoaderInfo,
+    StageLoaders,
+    forms_own_batches,
+)
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.foreign_values import attributes_of
 from lightning_batchmem.state.contents import refill

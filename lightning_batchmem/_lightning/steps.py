@@ -85,7 +85,7 @@ class _StageSteps(Steps):
 
     @property
     def sample_bytes(self) -> int:
-        return self.batches.held_bytes
+        return self.batches.sample_bytes
 
     @property
     def follows_size(self) -> bool:

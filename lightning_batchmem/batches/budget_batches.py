@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.isolated import read_isolated
-from lightning_batchmem.batches.sample_bytes import held_bytes, without_views
+from lightning_batchmem.batches.byte_counts import count_bytes, without_views
+from lightning_batchmem.batches.loaders import BudgetLoader
+from lightning_batchmem.batches.reader import read_isolated
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.devices.tensors import copied, samples_in, tensors_in
@@ -24,8 +24,8 @@ class BatchReading(NamedTuple):
     """The batches that a loader made at one budget, in numbers.
 
     ``num_batches`` is the number of batches in an epoch, or ``None`` where reading ended before.
-    ``items`` are those of the batch with most bytes. ``has_single_samples`` is true if a batch has
-    one sample, as far as its tensors show this.
+    ``items`` counts the batch with most bytes. ``has_single_samples`` is true if a batch has one
+    sample, as far as its tensors show this.
     """
 
     num_read: int
@@ -40,12 +40,7 @@ class WorstBatches(NamedTuple):
 
     reading: BatchReading
     batches: list[Any]
-    held_bytes: int
-
-
-class _Kept(NamedTuple):
-    rank: tuple[float, ...]
-    batch: Any
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class BatchReader:
             ValueError: if the loader makes no batch.
         """
         begin = time.monotonic()
-        kept: dict[str, _Kept] = {}
+        worst: dict[str, tuple[tuple[float, ...], Any]] = {}
         num_read = 0
         num_batches = None
         has_single_samples = False
@@ -84,7 +79,7 @@ class BatchReader:
             except StopIteration:
                 num_batches = num_read
                 break
-            batch_bytes = held_bytes(batch)
+            batch_bytes = count_bytes(batch)
             items = padded_items(batch)
             # Of batches with equally long samples, the one with most bytes is the worst.
             ranks: dict[str, tuple[float, ...]] = {
@@ -96,15 +91,15 @@ class BatchReader:
             if num_read < self.policy.first_batches_kept:
                 ranks[f"first {num_read}"] = ()
             for name, rank in ranks.items():
-                if name not in kept or rank > kept[name].rank:
-                    kept[name] = _Kept(rank, batch)
+                if name not in worst or rank > worst[name][0]:
+                    worst[name] = (rank, batch)
             has_single_samples |= samples_in(batch) == 1
             num_read += 1
-        if not kept:
+        if not worst:
             raise ValueError("the loader must make at least one batch, got none")
         # The most important ones come first, as they do in `ranks`, and each of them once.
-        ordered = list({id(one.batch): one.batch for one in kept.values()}.values())
-        largest_bytes, items = kept["bytes"].rank
+        ordered = list({id(batch): batch for _, batch in worst.values()}.values())
+        (largest_bytes, items), _ = worst["bytes"]
         reading = BatchReading(num_read, num_batches, int(largest_bytes), items, has_single_samples)
         return self._within_room(reading, ordered)
 
@@ -113,7 +108,7 @@ class BatchReader:
         chosen: list[Any] = []
         chosen_bytes = 0
         for batch in ordered:
-            batch_bytes = held_bytes(batch)
+            batch_bytes = count_bytes(batch)
             if not chosen or chosen_bytes + batch_bytes <= room_bytes:
                 chosen.append(without_views(batch))
                 chosen_bytes += batch_bytes
@@ -129,7 +124,7 @@ def padded_items(batch: Any) -> float:
 
 
 def _longest_sample(batch: Any) -> float:
-    """Elements of a row of the tensor whose elements :func:`padded_items` counts."""
+    """Elements of a row of the tensor that :func:`padded_items` counts."""
     largest = max(_item_tensors(batch), key=lambda tensor: tensor.numel(), default=None)
     if largest is None or largest.dim() < 2 or largest.shape[0] == 0:
         return 0.0
@@ -177,18 +172,20 @@ class BudgetBatches:
     ) -> None:
         self.info = info
         self.is_ragged = False
+        # Of made batches, which have each sample once.
+        self.distinct_samples = None
         text = (
             f"Of up to {policy.max_batches_read} batches that the loader made, the search used"
             " those with most bytes, most items and the longest sample."
         )
         self.notes = [Note("search", text)]
-        self.held_bytes = 0
+        self.sample_bytes = 0
         # Bytes of the largest batch at the budget where the search begins.
         self.longest_bytes = 0
         self._policy = policy
         self._reader = BatchReader(policy, share_bytes)
         self._readings: dict[int, BatchReading] = {}
-        # The batches that are kept are those of this budget. 0: of none.
+        # The batches below were made at this budget. 0: there are none.
         self._budget = 0
         self._batches: list[Any] = []
 
@@ -197,13 +194,13 @@ class BudgetBatches:
         return len(self._batches) - 1
 
     def prepare(self, budget: int) -> None:
-        """Read batches at a budget, unless those that are kept have it."""
+        """Read batches at a budget, unless this was the last one."""
         if budget == self._budget or (self._budget and not self.info.follows):
             return
         # Batches of another budget would take memory from the reader.
         self._budget = 0
         self._batches = []
-        self.held_bytes = 0
+        self.sample_bytes = 0
         try:
             with self.info.at_budget(budget) as loader:
                 worst = read_worst_batches(loader, self._reader)
@@ -217,7 +214,7 @@ class BudgetBatches:
             ) from error
         self._budget = budget
         self._batches = worst.batches
-        self.held_bytes = worst.held_bytes
+        self.sample_bytes = worst.total_bytes
         self._readings[budget] = worst.reading
         self.longest_bytes = self.longest_bytes or worst.reading.largest_bytes
         self.info.learn(budget, worst.reading.num_batches)
@@ -253,8 +250,12 @@ class BudgetBatches:
         return budget
 
     def longest_sample_note(self, batch_size: int) -> str:
-        """Empty: these are batches that the loader has made."""
+        """Empty: the loader has made these batches."""
         return ""
+
+    def copies(self, batch_size: int) -> Any:
+        """Raise a ValueError."""
+        raise ValueError("batches within a budget have no copies of one sample")
 
     def has_constant_length(self, budget: int) -> bool:
         """Whether the loader follows the budget, but has as many batches with any of them."""

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import TreeSpec, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_batchmem.batches.batch_sampler import batch_sampler_of
-from lightning_batchmem.batches.budget_loader import BudgetLoader
 from lightning_batchmem.batches.loader_size import count_samples, set_loader_batch_size
 
 
@@ -67,10 +68,10 @@ class LoaderInfo:
         return self.samples is None or self.size_at(batch_size) <= self.samples
 
     def may_end_smaller(self, batch_size: int, batches_in_epoch: float) -> bool:
-        """Whether an epoch of so many batches reaches a last one that may have fewer samples."""
+        """Whether an epoch of this many batches has a last one that may have fewer samples."""
         full_batches = self.batches(batch_size, full_only=True)
-        reached = min(self.batches(batch_size), batches_in_epoch)
-        return math.isinf(full_batches) or reached > full_batches
+        num_batches = min(self.batches(batch_size), batches_in_epoch)
+        return math.isinf(full_batches) or num_batches > full_batches
 
     def sizes_with_last_of_one(self) -> list[int]:
         """Batch sizes at which the samples of an epoch are full batches and one sample more."""
@@ -85,6 +86,91 @@ class LoaderInfo:
             for batch_size, size in batch_sizes
             if batch_size > 0 and self.size_at(batch_size) == size
         ]
+
+
+def forms_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether a batch sampler of the project, or the data set, decides how large a batch is."""
+    if loader.batch_size is not None:
+        return False
+    return type(loader.batch_sampler) is not BatchSampler
+
+
+@dataclass(eq=False)
+class BudgetLoader:
+    """One loader of a stage that forms its own batches; it takes the place of a ``LoaderInfo``.
+
+    Args:
+        loader: the loader, as the project makes it.
+        at_budget: sets a budget, gives the loader that the project makes with it, and restores the
+            budget at its end.
+        follows: whether the batches follow the budget.
+        counts: batches in an epoch at the budgets at which they were counted.
+    """
+
+    # Their number says nothing about the batches.
+    samples = None
+
+    loader: DataLoader[Any]
+    at_budget: Callable[[int], AbstractContextManager[DataLoader[Any]]]
+    follows: bool = True
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def size_at(self, batch_size: int) -> int:
+        return batch_size
+
+    def has_full_batch(self, batch_size: int) -> bool:
+        """Whether an epoch has a second batch. Otherwise a larger budget would change nothing."""
+        return self.batches(batch_size) > 1
+
+    def may_end_smaller(self, batch_size: int, batches_in_epoch: float) -> bool:
+        """Never: other batches at the same budget take the place of a smaller last one."""
+        return False
+
+    def sizes_with_last_of_one(self) -> list[int]:
+        return []
+
+    def batches(self, batch_size: int, *, full_only: bool = False) -> float:
+        """Batches in an epoch; ``inf`` where they were never counted.
+
+        Beside the budgets at which they were counted, their number is in inverse proportion.
+        """
+        if not self.counts:
+            return math.inf
+        if not self.follows:
+            return next(iter(self.counts.values()))
+        nearest = min(self.counts, key=lambda budget: abs(math.log(budget / batch_size)))
+        return max(1, math.ceil(self.counts[nearest] * nearest / batch_size))
+
+    def has_constant_length(self, batch_size: int, larger_size: int) -> bool:
+        """Whether the loader has as many batches in an epoch at both budgets."""
+        lengths = []
+        for budget in (batch_size, larger_size):
+            with self.at_budget(budget) as loader:
+                lengths.append(sized_len(loader))
+        return lengths[0] == lengths[1] and (lengths[0] or 0) > 1
+
+    def learn(self, batch_size: int, batches: int | None, *, follows: bool = True) -> None:
+        """Keep what reading its batches at a budget has shown.
+
+        Args:
+            batch_size: the budget.
+            batches: batches in an epoch; None if their end was not reached.
+            follows: whether the batches follow the budget.
+        """
+        if batches is not None:
+            self.counts[batch_size] = batches
+        self.follows = self.follows and follows
+
+    def count(self, batch_size: int) -> bool:
+        """Count the batches at a budget, if the loader has a length; whether this was new."""
+        if batch_size in self.counts or not self.follows:
+            return False
+        with self.at_budget(batch_size) as loader:
+            length = sized_len(loader)
+        if length is None:
+            return False
+        self.counts[batch_size] = length
+        return True
 
 
 @dataclass(frozen=True)
@@ -118,7 +204,7 @@ class StageLoaders:
     def set_sizes(self, batch_size: int) -> None:
         """Set the size of each loader that follows, because the user's hooks may read it."""
         for loader, info in zip(self.combined.flattened, self.sized, strict=True):
-            if isinstance(info, LoaderInfo) and info.follows and loader.batch_size is not None:
+            if info.follows and loader.batch_size is not None:
                 set_loader_batch_size(loader, info.size_at(batch_size))
 
     def batches(self, batch_size: int, *, full_only: bool = False) -> float:
@@ -131,16 +217,15 @@ class StageLoaders:
         )
 
     def _combined_count(self, counts: list[float]) -> float:
-        """The number of batches or samples, from those of the loaders."""
+        """The number of batches or samples of the stage; ``counts`` has one for each loader."""
         combine: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
         return combine.get(self.mode, max)(counts)
 
     def samples(self, batch_size: int) -> float:
         """Samples in an epoch, in the unit of the batch size; ``inf`` if they are unknown."""
-        infos = [loader for loader in self.sized if isinstance(loader, LoaderInfo)]
         counts = [
             info.samples * batch_size / info.size_at(batch_size)
-            for info in infos
+            for info in self.sized
             if info.follows and info.samples
         ]
         return self._combined_count(counts) if counts else math.inf
@@ -151,8 +236,7 @@ class StageLoaders:
         Where the last batch is full or unknown, half of ``batch_size`` is returned.
         """
         half = max(1, batch_size // 2)
-        infos = [loader for loader in self.sized if isinstance(loader, LoaderInfo)]
-        infos = [info for info in infos if info.follows and info.samples]
+        infos = [info for info in self.sized if info.follows and info.samples]
         if not infos:
             return half
         ends_epoch = infos[-1]

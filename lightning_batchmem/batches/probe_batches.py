@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,11 +13,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_batchmem.batches.batch_sampler import joined_collate
 from lightning_batchmem.batches.budget_batches import BudgetBatches
-from lightning_batchmem.batches.budget_loader import BudgetLoader
-from lightning_batchmem.batches.loaders import LoaderInfo, StageLoaders
-from lightning_batchmem.batches.sample_bytes import batched_sizes, held_bytes
+from lightning_batchmem.batches.byte_counts import batched_sizes, count_bytes
+from lightning_batchmem.batches.loaders import BudgetLoader, LoaderInfo, StageLoaders
 from lightning_batchmem.batches.sample_sizes import (
     LargestSum,
     LongestSample,
@@ -39,8 +36,8 @@ class ProbeBatches:
     batches, some are read at each budget instead, and the worst of them are used. What is kept of
     all loaders takes at most a share of ``room_bytes``, the free memory of the process. Samples are
     kept for batches of up to ``largest_size``, and only the first ones are read of a loader, as
-    many as ``reached`` returns for it. The collate functions are those of the project, and what
-    they change is not restored here.
+    many as ``reached`` returns for it. The collate functions of the project join them, and what
+    these change is not restored here.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class ProbeBatches:
                 self._of_loaders.append(made)
         # Whether batches of one size have other shapes again and again.
         self.is_ragged = any(batches.is_ragged for batches in self._of_loaders)
-        # These are those of the rank that found the longest samples.
+        # From the rank that found the longest samples.
         self._agreed_longest_bytes: list[int] | None = None
         notes = [note for batches in self._of_loaders for note in batches.notes]
         self.notes = tuple(dict.fromkeys(notes))
@@ -85,14 +82,14 @@ class ProbeBatches:
         return len(self._of_loaders) if self._loaders.mode == "sequential" else 1
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the samples and batches that are kept in this process."""
-        return sum(batches.held_bytes for batches in self._of_loaders)
+    def sample_bytes(self) -> int:
+        """Bytes of the samples and batches that the search keeps in this process."""
+        return sum(batches.sample_bytes for batches in self._of_loaders)
 
     @property
     def distinct_samples(self) -> int | None:
         """The fewest distinct samples of a loader whose last batch had some more than once."""
-        counts = [getattr(batches, "distinct_samples", None) for batches in self._of_loaders]
+        counts = [batches.distinct_samples for batches in self._of_loaders]
         return min((count for count in counts if count is not None), default=None)
 
     @property
@@ -104,7 +101,7 @@ class ProbeBatches:
 
     @property
     def num_other_batches(self) -> int:
-        """Batches of :meth:`other_lengths` that may need more memory than those of :meth:`batch`.
+        """How many batches of :meth:`other_lengths` may need more memory than :meth:`batch`.
 
         It is 0 if no loader forms its own batches.
         """
@@ -113,8 +110,7 @@ class ProbeBatches:
     def prepare(self, batch_size: int) -> None:
         """Read the batches of a budget, unless they are kept already."""
         for batches in self._of_loaders:
-            if isinstance(batches, BudgetBatches):
-                batches.prepare(batch_size)
+            batches.prepare(batch_size)
 
     def smallest_useful_budget(self, budget: int, *, needs_two_samples: bool = False) -> int:
         """The budget, divided until a smaller one no longer makes smaller batches.
@@ -128,28 +124,22 @@ class ProbeBatches:
         smallest = [
             batches.smallest_useful_budget(budget, needs_two_samples=needs_two_samples)
             for batches in self._of_loaders
-            if isinstance(batches, BudgetBatches)
         ]
-        return max(smallest, default=budget)
+        return max(smallest) or budget
 
     def has_constant_length(self, budget: int) -> bool:
         """Whether a loader that follows the budget has as many batches at any budget."""
-        return any(
-            batches.has_constant_length(budget)
-            for batches in self._of_loaders
-            if isinstance(batches, BudgetBatches)
-        )
+        return any(batches.has_constant_length(budget) for batches in self._of_loaders)
 
     def items(self, batch_size: int) -> float:
         """What the throughput counts in one batch: its samples, or items within a budget.
 
-        It counts those of all loaders that a batch has samples of, as MemoryProfiler does.
+        All loaders count that a batch has samples of, as in MemoryProfiler.
         """
         samples = sum(batches.info.size_at(batch_size) for batches in self._of_loaders)
-        return next(
-            (b.items(batch_size) for b in self._of_loaders if isinstance(b, BudgetBatches)),
-            samples / self.loaders_in_turn,
-        )
+        items = [batches.items(batch_size) for batches in self._of_loaders]
+        of_budgets = [count for count in items if count is not None]
+        return of_budgets[0] if of_budgets else samples / self.loaders_in_turn
 
     def batch(self, batch_size: int, index: int = 0) -> tuple[Any, int]:
         """The ``index``-th batch on the host, and its ``dataloader_idx``.
@@ -159,7 +149,7 @@ class ProbeBatches:
         return self._in_turn(index, lambda batches, turn: batches.batch(batch_size))
 
     def other_lengths(self, batch_size: int, index: int) -> tuple[Any, int]:
-        """A batch that is no larger, with samples of other sizes if they differ.
+        """A batch that is not larger, with samples of other sizes if they differ.
 
         The batch is the ``index``-th one on the host; its ``dataloader_idx`` is returned too.
         """
@@ -172,8 +162,6 @@ class ProbeBatches:
             ValueError: if a loader forms its own batches.
         """
         (batches,) = self._of_loaders
-        if isinstance(batches, BudgetBatches):
-            raise ValueError("batches within a budget have no copies of one sample")
         return self._loaders.in_structure([batches.copies(batch_size)]), 0
 
     def shared_bytes(self, batch_size: int) -> int:
@@ -205,7 +193,7 @@ class ProbeBatches:
         return ahead
 
     def longest_sample_note(self, batch_size: int) -> str:
-        """A sentence about a size whose batches have the longest samples only; empty for others."""
+        """A sentence about a size at which batches have the longest samples only; else empty."""
         notes = [one.longest_sample_note(batch_size) for one in self._of_loaders]
         return next((note for note in notes if note), "")
 
@@ -241,7 +229,7 @@ class _LoaderBatches:
     ) -> None:
         self.info = info
         loader = info.loader
-        self._collate = partial(joined_collate, loader.collate_fn)
+        self._collate = loader.collate_fn
         # A random batch is hardly ever larger than the largest samples of many.
         is_random = isinstance(loader.sampler, RandomSampler)
         samples = math.inf if info.samples is None else info.samples
@@ -259,11 +247,11 @@ class _LoaderBatches:
         self.samples, sizes = read_samples(loader, measure)
         self.notes: list[Note] = []
         self.choice = TypicalSamples(sizes)
-        # Those of the longest sample, padded to the longest of each part.
+        # Bytes of the longest sample, padded to the longest of each part.
         self.longest_bytes = self.choice.longest_bytes
         self.is_ragged = sizes.is_ragged
         # The samples take these bytes in this process.
-        self.held_bytes = sum(map(held_bytes, self.samples))
+        self.sample_bytes = sum(map(count_bytes, self.samples))
         if sizes.left_out:
             self.notes.append(Note("left_out", sizes.left_out))
         if worst_case == "typical":
@@ -293,8 +281,22 @@ class _LoaderBatches:
             text = f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
             self.notes.append(Note("search", text))
 
+    def prepare(self, batch_size: int) -> None:
+        """Do nothing: the samples were read already."""
+
+    def smallest_useful_budget(self, budget: int, *, needs_two_samples: bool) -> int:
+        """Return 0: there is no budget."""
+        return 0
+
+    def has_constant_length(self, budget: int) -> bool:
+        """Return False: there is no budget."""
+        return False
+
+    def items(self, batch_size: int) -> None:
+        """Return ``None``: the samples are counted."""
+
     def batch_bytes(self, batch_size: int, longest_bytes: int) -> int:
-        """Bytes of a batch; ``longest_bytes`` are those of the longest sample on any rank."""
+        """Bytes of a batch; ``longest_bytes``: of the longest sample on any rank."""
         return self.choice.batch_bytes(self.count(batch_size), longest_bytes)
 
     def batch(self, batch_size: int) -> Any:
@@ -307,7 +309,7 @@ class _LoaderBatches:
         return self._collated(self.choice.other_positions(self.count(batch_size), index))
 
     def longest_sample_note(self, batch_size: int) -> str:
-        """As that of :class:`ProbeBatches`."""
+        """As in :class:`ProbeBatches`."""
         if not isinstance(self.choice, LongestSample):
             return ""
         sizes = self.choice.sizes
@@ -358,13 +360,13 @@ class _LoaderBatches:
             _, *lengths = batched_sizes(self._collate, [copied(self.samples[largest])])
             both = [copied(self.samples[largest]), copied(self.samples[smallest])]
             both_bytes, *both_lengths = batched_sizes(self._collate, both)
-        # A user's function may need samples of one length, of which the longest are safe. It may
-        # raise any exception.
+        # A user's function may need samples of one length, and the longest are safe. It may raise
+        # any exception.
         except Exception:  # noqa: BLE001
             return "nothing"
-        # The smallest sample adds its bytes if it is concatenated, and those of the largest one if
-        # it is padded. The mean of the two separates these cases.
-        added_bytes = both_bytes - sizes.sample_bytes[largest]
-        is_sum = 2 * added_bytes < sizes.sample_bytes[largest] + sizes.sample_bytes[smallest]
+        # The smallest sample adds its own bytes if it is concatenated, and as many as the largest
+        # one if it is padded. The mean of the two separates these cases.
+        added_bytes = both_bytes - sizes.bytes_each[largest]
+        is_sum = 2 * added_bytes < sizes.bytes_each[largest] + sizes.bytes_each[smallest]
         # If there are more tensors, or none, the model combines the samples and may pad them.
         return "by their sum" if len(both_lengths) == len(lengths) > 0 and is_sum else "by padding"

@@ -16,7 +16,7 @@ from lightning_batchmem.plan.policy import ReadingPolicy
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """Sizes of the samples that were measured, and bytes of the few of them that are available.
+    """Sizes of the samples that were measured, and bytes of the few that are available.
 
     The available samples are known here by their position. The first are spread over the data set;
     after them come the longest of each part, unless these are among the others.
@@ -24,8 +24,8 @@ class SampleSizes:
 
     # Every measured sample has a size: its bytes in a batch.
     measured: list[float]
-    # Bytes of the available samples in a batch.
-    sample_bytes: list[int]
+    # Bytes of each available sample in a batch.
+    bytes_each: list[int]
     # Whether the measured sizes differ.
     is_ragged: bool = False
     # Whether all samples of the data set were measured.
@@ -60,14 +60,14 @@ class SampleSizes:
             # Beside an error of rounding.
             return number * mean_of_largest > (1 + 1e-9) * count * float(sizes[-1])
 
-        # The mean of the largest of one draw is that of all sizes.
+        # For one draw, the mean of the largest is the mean of all sizes.
         most = max(count, int(count * sizes[-1] / sizes.mean()))
         return bisect_left(range(most + 1), True, lo=count, key=exceeds) - 1
 
     @property
     def by_bytes(self) -> list[int]:
         """Positions of the available samples, from the smallest one to the largest one."""
-        return sorted(range(len(self.sample_bytes)), key=self.sample_bytes.__getitem__)
+        return sorted(range(len(self.bytes_each)), key=self.bytes_each.__getitem__)
 
     @property
     def longest(self) -> list[int]:
@@ -86,11 +86,11 @@ class TypicalSamples:
 
     def __init__(self, sizes: SampleSizes) -> None:
         self.sizes = sizes
-        self.longest_bytes = max(sizes.sample_bytes)
+        self.longest_bytes = max(sizes.bytes_each)
 
     def positions(self, count: int) -> list[int]:
         """Positions of the samples in a batch of ``count`` samples."""
-        available = len(self.sizes.sample_bytes)
+        available = len(self.sizes.bytes_each)
         return [position % available for position in range(count)]
 
     def other_positions(self, count: int, index: int) -> list[int]:
@@ -101,12 +101,12 @@ class TypicalSamples:
         """Positions of random samples, as a training draws them."""
         # The random choice protects no secret.
         generator = random.Random(index)  # noqa: S311
-        available = range(len(self.sizes.sample_bytes))
+        available = range(len(self.sizes.bytes_each))
         is_repeated = count > len(available)
         return (generator.choices if is_repeated else generator.sample)(available, k=count)
 
     def batch_bytes(self, count: int, longest_bytes: int) -> int:
-        """Bytes of a batch; ``longest_bytes`` are those of the longest sample on any rank."""
+        """Bytes of a batch; ``longest_bytes``: of the longest sample on any rank."""
         return count * longest_bytes
 
 
@@ -133,7 +133,7 @@ class LongestSample(TypicalSamples):
         super().__init__(sizes)
         self._is_random = joins and not is_sorted
         self._order = sizes.by_bytes[::-1]
-        in_order = [sizes.sample_bytes[position] for position in self._order]
+        in_order = [sizes.bytes_each[position] for position in self._order]
         self._longest = sizes.longest if joins else self._order[:1]
         if len(self._longest) > 1:
             self.text = "of the largest samples, with the longest of each tensor"
@@ -187,25 +187,25 @@ class LargestSum(TypicalSamples):
         return min(self._drawn(count, index), self.positions(count), key=self._sum)
 
     def _with_largest_sum(self, count: int, *, is_repeated: bool) -> list[int]:
-        sample_bytes = self.sizes.sample_bytes
+        bytes_each = self.sizes.bytes_each
         positions = []
         missing_bytes = self._largest_sum(count)
         available = self._by_bytes.copy()
         # Each pass adds the smallest sample that is at least as large as the missing samples are on
         # average.
         for missing in range(count, 0, -1):
-            rank = bisect_left(available, missing_bytes / missing, key=sample_bytes.__getitem__)
+            rank = bisect_left(available, missing_bytes / missing, key=bytes_each.__getitem__)
             rank = min(rank, len(available) - 1)
             position = available[rank] if is_repeated else available.pop(rank)
             positions.append(position)
-            missing_bytes -= sample_bytes[position]
+            missing_bytes -= bytes_each[position]
         return positions
 
     def batch_bytes(self, count: int, longest_bytes: int) -> int:
         return self._largest_sum(count)
 
     def _sum(self, positions: list[int]) -> int:
-        return sum(self.sizes.sample_bytes[position] for position in positions)
+        return sum(self.sizes.bytes_each[position] for position in positions)
 
     def _largest_sum(self, count: int) -> int:
         """Bytes of the largest of many random batches of ``count`` samples."""

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from lightning_batchmem.batches.batch_sampler import restored_sampler
-from lightning_batchmem.batches.counted_batches import check_batch_sampler
-from lightning_batchmem.batches.isolated import read_isolated
+from lightning_batchmem.batches.loader_size import check_batch_sampler
+from lightning_batchmem.batches.reader import read_isolated
 from tests.helpers.samples import batches
 
 

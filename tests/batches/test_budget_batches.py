@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_batchmem.batches.budget_batches import BudgetBatches
-from lightning_batchmem.batches.budget_loader import BudgetLoader
+from lightning_batchmem.batches.loaders import BudgetLoader
 from lightning_batchmem.plan.policy import ReadingPolicy
 from tests.helpers.budgets import MAKERS, within_budget
 
@@ -151,7 +151,7 @@ def test_bytes_are_in_proportion_to_the_nearest_budget():
     at_both = [probe.batch_bytes(budget, 0) for budget in (256, 1024)]
     assert probe.batch_bytes(2048, 0) == 2 * at_both[1]
     assert probe.batch_bytes(128, 0) == at_both[0] // 2
-    assert probe.held_bytes >= probe.batch(1024).nbytes
+    assert probe.sample_bytes >= probe.batch(1024).nbytes
 
 
 def test_items_are_those_of_the_worst_batch():

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_batchmem.batches.budget_loader import BudgetLoader, forms_own_batches
+from lightning_batchmem.batches.loaders import BudgetLoader, forms_own_batches
 from tests.helpers.budgets import MAKERS, within_budget
 
 LENGTHS = [1 + index % 4 for index in range(40)]

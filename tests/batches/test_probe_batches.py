@@ -251,7 +251,7 @@ def test_a_batch_is_made_of_new_samples_without_the_storage_around_them(workers,
     again, _ = probe.batch(40)
     both = {sample.x.data_ptr() for sample in batch + again}
     assert len(both) == (40 if is_shared else 80)
-    assert probe.held_bytes >= 512 * 400
+    assert probe.sample_bytes >= 512 * 400
 
 
 def several(mode):
@@ -303,7 +303,7 @@ def test_each_loader_has_its_own_longest_sample_and_share():
 def test_without_room_the_first_sample_may_be_the_only_one(collate):
     dataset = Numbers(60, lengths={0: 16})
     probe = batches(dataset, room_bytes=0, collate_fn=collate)
-    assert probe.held_bytes < 300
+    assert probe.sample_bytes < 300
     assert probe.batch(1)[0].numel() == 16
 
 
@@ -321,7 +321,7 @@ def test_large_samples_hold_at_most_their_share_of_the_room():
     for room_mib, share, count in ((17, 0.25, 4), (9, 0.5, 4), (1, 0.25, 1), (0, 0.25, 1)):
         policy = ReadingPolicy(samples_share=share)
         probe = batches(dataset, room_bytes=room_mib * MIB, policy=policy)
-        assert probe.held_bytes == pytest.approx(count * MIB, rel=1e-3)
+        assert probe.sample_bytes == pytest.approx(count * MIB, rel=1e-3)
         assert len({sample[0].item() for sample in probe.batch(50)[0]}) == count
 
 

@@ -35,7 +35,7 @@ def test_the_worst_batches_come_first_and_each_once():
     assert (worst.reading.num_read, worst.reading.num_batches, worst.reading.items) == (5, 5, 36)
     # The bytes include a few of the pickled containers.
     assert 36 * 8 <= worst.reading.largest_bytes < 36 * 8 + 100
-    assert worst.held_bytes >= 8 * (36 + 20 + 2 + 10 + 9)
+    assert worst.total_bytes >= 8 * (36 + 20 + 2 + 10 + 9)
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((1, 3), True), ((2, 3), False), ((), False)])
@@ -69,7 +69,7 @@ def test_batches_that_exceed_the_room_are_left_out_but_not_the_first():
     loader = given_batches((9, 9), (1, 3), (2, 2))
     assert shapes(reader(room_bytes=0).read(loader)) == [(9, 9)]
     # The longest sample is in the first batch, and the smallest batch has 24 bytes and its shape.
-    room_bytes = reader().read(given_batches((9, 9), (1, 3))).held_bytes
+    room_bytes = reader().read(given_batches((9, 9), (1, 3))).total_bytes
     assert shapes(reader(room_bytes=room_bytes).read(loader)) == [(9, 9), (1, 3)]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset
 
 from lightning_batchmem.batches import samples
+from lightning_batchmem.batches.byte_counts import without_views
 from lightning_batchmem.batches.loader_size import set_loader_batch_size
-from lightning_batchmem.batches.sample_bytes import without_views
 from lightning_batchmem.batches.samples import SampleMeasure, read_samples
 from lightning_batchmem.devices.tensors import tensors_in
 from lightning_batchmem.plan.policy import ReadingPolicy
@@ -248,7 +248,7 @@ def test_an_error_in_a_worker_is_one_line(caplog):
     caplog.set_level(logging.INFO)
     batches(Numbers(), num_workers=1, worker_init_fn=fails).batch(1)
     assert caplog.messages == [
-        "BatchFinder reads the data set in this process, since a worker could not read it:"
+        "BatchFinder reads Numbers in this process, since a worker could not read it:"
         " OverflowError: Python integer out of bounds"
     ]
 
@@ -417,7 +417,7 @@ def test_as_many_samples_are_kept_as_a_batch_may_have():
     dataset = Numbers(200)
     samples, sizes = read(dataset, most=4)
     assert [int(sample[0]) for sample in samples] == [98, 194, 107, 10]
-    assert sizes.sample_bytes == [32] * 4
+    assert sizes.bytes_each == [32] * 4
     assert (len(sizes.measured), sizes.is_ragged, sizes.is_complete) == (200, False, True)
     assert len(read(dataset, most=1000)[0]) == 200
     samples, sizes = read(dataset, "typical", most=4)
@@ -430,8 +430,8 @@ def test_from_the_first_sample_of_another_size_all_samples_are_kept():
     samples, sizes = read(dataset, most=4)
     assert [int(sample[0]) for sample in samples[:4]] == [98, 194, 107, 10]
     assert {30, 37, 38} <= {int(sample[0]) for sample in samples}
-    assert sizes.sample_bytes.count(32) > 100
-    assert len(samples) == len(sizes.sample_bytes) < 200
+    assert sizes.bytes_each.count(32) > 100
+    assert len(samples) == len(sizes.bytes_each) < 200
     # "typical" does not need the largest ones.
     assert len(read(dataset, "typical", most=4)[0]) == 4
 
@@ -441,7 +441,7 @@ def test_without_room_the_largest_sample_is_kept():
     loader = DataLoader(dataset, batch_size=2, collate_fn=pad)
     samples, sizes = read_samples(loader, SampleMeasure(pad, None, ReadingPolicy(), 200, True, 0))
     assert [int(sample[0]) for sample in samples] == [98, 37]
-    assert sizes.sample_bytes == [32, 128]
+    assert sizes.bytes_each == [32, 128]
 
 
 @pytest.mark.slow

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_batchmem.batches.counted_batches import (
+from lightning_batchmem.batches.loader_size import (
     check_batch_of_one,
     check_batch_sampler,
     check_iteration,
+    set_loader_batch_size,
 )
-from lightning_batchmem.batches.loader_size import set_loader_batch_size
 from tests.helpers.own_loaders import Buckets, FixedLoader, OfClasses, RepeatingLoader
 
 

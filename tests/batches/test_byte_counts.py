@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_batchmem.batches.sample_bytes import pickled
+from lightning_batchmem.batches.byte_counts import pickled
 
 
 def named(tensor):

@@ -1,4 +1,4 @@
-"""Bytes of samples, counted and sent."""
+"""Bytes of samples and batches, counted and sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_batchmem.devices.tensors import copied, plain_tensors, tensors_in
 
-# The usual types of which NumPy has the same.
+# The usual types that NumPy has too.
 _DTYPES_OF_NUMPY = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
@@ -27,13 +27,13 @@ def batched_sizes(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tu
     return counter.tensor_bytes or counter.other_bytes, *counter.lengths
 
 
-def held_bytes(samples: object) -> int:
-    """Bytes that samples hold, pickled where they are no tensors."""
+def count_bytes(data: object) -> int:
+    """Bytes of tensors, and of the other parts when they are pickled."""
     try:
-        counter = _ByteCounter(samples)
+        counter = _ByteCounter(data)
     # A user's object may refuse to be pickled in any way.
     except Exception:  # noqa: BLE001
-        return sum(tensor.nbytes for tensor in tensors_in(samples))
+        return sum(tensor.nbytes for tensor in tensors_in(data))
     return counter.tensor_bytes + counter.other_bytes
 
 
