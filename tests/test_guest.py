@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-import weakref
 from collections import defaultdict
 from threading import Lock
 from types import MappingProxyType
@@ -404,26 +403,6 @@ def test_optimizers_that_refuse_hooks_in_a_loop():
     with pytest.warns(UserWarning, match="The step of an optimizer cannot be read"):
         plan = found_by_loop(model, optimizer)
     assert plan.batch_size == 8
-
-
-@pytest.mark.filterwarnings("ignore:A part of a batch, or of another object with tensors,")
-def test_states_of_a_loop_that_cannot_be_read():
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    gone = weakref.proxy(nn.Linear(1, 1))
-    seen = []
-
-    train = step_of(model, optimizer)
-
-    def step(batch):
-        seen.append(len(batch))
-        train(batch)
-
-    with pytest.raises(ReferenceError):
-        isinstance(gone, nn.Module)
-    with pytest.warns(UserWarning, match=r"cannot restore .*: state\[0\] \(ReferenceError\)"):
-        plan = found_by_loop(model, optimizer, step, state=[gone, seen])
-    assert (plan.batch_size, seen) == (8, [])
 
 
 # --- callbacks, loggers and profilers

@@ -39,7 +39,6 @@ from lightning_batchmem._lightning.trainer_state import (
     set_callbacks,
 )
 from lightning_batchmem.batches.loader_size import keep_sizes
-from lightning_batchmem.batches.loaders import generators_of
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.peaks import PhasePeaks
@@ -75,8 +74,7 @@ class ProjectSnapshot(Snapshot):
         # the module is private in lightning 2.5.0 to 2.6.6; the property raises an error.
         trainers = [trainer, module._trainer, *(data.trainer for data in datamodules)]
         self.not_walked = [part for one in trainers for part in parts_of(one)]
-        generators = {"loaders": generators_of(loaders)}
-        super().__init__([outer or module], datamodules, generators, self.not_walked, loaders)
+        super().__init__([outer or module], datamodules, None, self.not_walked, loaders)
         # A hook may return a loader that the project keeps in an attribute.
         restore_sizes = keep_sizes([*loaders, *self.attributes.loaders])
         self._restorers: list[Callable[[], list[str] | None]] = [restore_sizes]

@@ -6,19 +6,15 @@ The largest batch size that they allow follows from these.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_batchmem.batches.batch_sampler import batch_sampler_of
 from lightning_batchmem.batches.loader_size import count_samples, set_loader_batch_size
 
 
@@ -246,20 +242,3 @@ class StageLoaders:
         size = ends_epoch.size_at(batch_size)
         remaining = (ends_epoch.samples or 0) % size
         return remaining * batch_size // size or half
-
-
-RANDOM_GENERATORS = (
-    torch.Generator,
-    random.Random,
-    np.random.RandomState,
-    np.random.Generator,
-)
-
-
-def generators_of(loaders: Sequence[DataLoader[Any]]) -> list[Any]:
-    """Random generators that are attributes of loaders and of their samplers."""
-    samplers = [batch_sampler_of(loader) for loader in loaders]
-    holders = [*loaders, *(loader.sampler for loader in loaders), *samplers]
-    holders += [getattr(sampler, "sampler", None) for sampler in samplers]
-    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    return [value for value in values if isinstance(value, RANDOM_GENERATORS)]

@@ -274,8 +274,6 @@ class AttributeState:
             return
         if array.flags.writeable:
             self._record(path, np.copyto, array, array.copy())
-        if array.dtype.hasobject:
-            yield from self._add_container(path, tuple(array.flat))
         # A masked array has its mask there.
         yield from self._add_object(path, array)
 

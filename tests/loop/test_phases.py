@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_batchmem.devices.peaks import PhasePeaks
-from lightning_batchmem.loop.program import marked_phases
+from lightning_batchmem.loop.search import marked_phases
 
 
 class Calls(PhasePeaks):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_batchmem.loop.program import LoopProgram
+from lightning_batchmem.loop.search import LoopProgram
 from lightning_batchmem.loop.training_loop import training_loop
 from tests.helpers.loops import seeded, sgd
 

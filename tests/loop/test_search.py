@@ -250,22 +250,6 @@ def test_what_cannot_be_restored_is_named(lawful):
         found(lawful, max_batch_size=4)
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore:Exception ignored in")
-@pytest.mark.parametrize("kind", ["generator", "coroutine"])
-def test_a_step_that_has_not_run_is_refused(lawful, kind):
-    def generator(batch):
-        yield lawful.model(batch)
-
-    async def coroutine(batch):
-        return lawful.model(batch)
-
-    # A lambda is no generator function.
-    functions = {"generator": generator, "coroutine": coroutine}
-    lawful.step = lambda batch: functions[kind](batch)
-    with pytest.raises(ValueError, match=f"ordinary function, .* a {kind}, whose"):
-        found(lawful, max_batch_size=8)
-
-
 def test_only_what_is_in_the_state_is_restored():
     loop = seeded(sgd)
     of_loop = loop.step

@@ -102,8 +102,8 @@ def grow(value):
         (np.zeros(3), lambda v: v.__iadd__(1), np.ndarray.tolist),
         (
             np.array([[1], "text"], object),
-            lambda v: v.__setitem__(1, v[0].append(2)),
-            lambda v: [list(v[0]), v[1]],
+            lambda v: v.__setitem__(1, None),
+            list,
         ),
         (random.Random(0), random.Random.random, random.Random.getstate),
         (
