@@ -41,7 +41,7 @@ from lightning_batchmem.state.contents import (
     restore_of,
     set_slot,
 )
-from lightning_batchmem.state.saved_storages import SavedTensor, hooks_on
+from lightning_batchmem.state.saved_storages import SavedTensor
 
 _LONGEST_TEXT = 200
 
@@ -191,17 +191,12 @@ class AttributeState:
         yield "", value
 
     def _add_state_tensors(self, path: Path, value: object) -> Children:
-        """Record tensors that are state whatever their size is, with their hooks."""
+        """Record tensors that are state whatever their size is."""
         for tensor in tensors_in(value):
             if id(tensor) not in self._seen:
                 self._seen[id(tensor)] = tensor
                 self._add_tensor(path, tensor, math.inf)
                 yield from self._add_object(path, tensor)
-                yield from hooks_on(tensor)
-                # An average of a parameter, in an attribute of it, is as large as the parameter.
-                yield from self._add_state_tensors(
-                    path, list(getattr(tensor, "__dict__", {}).values())
-                )
 
     def _add(self, path: Path, value: Any) -> Children:
         if isinstance(value, LRScheduler):

@@ -159,12 +159,10 @@ def set_slot(value: object, name: str, item: object) -> None:
 
 
 def restore_object(value: Any, kind: type, attributes: Any, contents: dict[str, Any]) -> None:
-    """Restore the class of an object, its dictionary and the contents of the dictionary."""
+    """Restore the class of an object, and the contents of its dictionary."""
     # A parametrization replaces the class of a module, and the other attributes depend on it.
     if type(value) is not kind:
         object.__setattr__(value, "__class__", kind)
-    if getattr(value, "__dict__", attributes) is not attributes:
-        object.__setattr__(value, "__dict__", attributes)
     refill(attributes, contents)
 
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -138,19 +138,6 @@ def _is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-def hooks_on(tensor: Tensor) -> Iterator[tuple[str, Any]]:
-    """Yield the hooks on a tensor that has no graph."""
-    if _is_leaf(tensor):
-        for name in _HOOKS:
-            yield from ((".hook", hook) for hook in (getattr(tensor, name) or {}).values())
-
-
-def _is_shared(gradient: Tensor) -> bool:
-    """Whether a gradient is a part of a larger storage."""
-    is_plain = gradient.layout is torch.strided
-    return is_plain and gradient.untyped_storage().nbytes() > gradient.nbytes
-
-
 class SavedTensor:
     """Gradient, flags, hooks and storage of a tensor.
 
@@ -168,9 +155,6 @@ class SavedTensor:
             self._alias = tensor.detach()
             self._requires_grad = tensor.requires_grad
             gradient = tensor.grad
-            # Others refer to the storage of it. Any other gradient would only take memory from the
-            # search.
-            self._kept = gradient if gradient is not None and _is_shared(gradient) else None
             self._gradient = None if gradient is None else gradient.detach().to("cpu", copy=True)
             self._hooks = [dict(getattr(tensor, name) or {}) for name in _HOOKS]
 
@@ -195,11 +179,5 @@ class SavedTensor:
 
     def restore_gradient(self) -> None:
         """Restore the gradient, after the bytes of all tensors."""
-        if not self._is_leaf or self._gradient is None:
-            return
-        if self._kept is None:
+        if self._is_leaf and self._gradient is not None:
             self.tensor.grad = self._gradient.to(self.tensor.device, copy=True)
-            return
-        with torch.no_grad():
-            self._kept.copy_(self._gradient)
-        self.tensor.grad = self._kept

@@ -340,15 +340,14 @@ class Second(First):
     pass
 
 
-def test_an_object_that_gets_another_dictionary_and_another_class_has_its_own_again():
+def test_an_object_that_gets_another_class_has_its_own_again():
     module = Module(First())
-    attributes = module.value.__dict__
     kept = ProjectSnapshot(module)
-    module.value.__dict__ = {"m": 2}
+    module.value.m = 2
     module.value.__class__ = Second
     kept.restore_or_warn()
     assert type(module.value) is First
-    assert module.value.__dict__ is attributes == {"n": 1}
+    assert vars(module.value) == {"n": 1}
 
 
 def test_an_object_that_refuses_to_be_restored_is_a_warning():
@@ -383,12 +382,6 @@ class Dice(random.Random):
         return self.throws + self.random()
 
 
-def tensor_with_hook():
-    value = nn.Parameter(torch.ones(1))
-    value.register_hook(Counter())
-    return value
-
-
 @pytest.mark.parametrize(
     ("make", "use"),
     [
@@ -400,7 +393,6 @@ def tensor_with_hook():
             lambda: MappingProxyType({"rows": []}),
             lambda view: view["rows"].append(1) or [*view["rows"]],
         ),
-        (tensor_with_hook, lambda tensor: next(iter(tensor._backward_hooks.values()))()),
     ],
     ids=[
         "a method of a list",
@@ -408,7 +400,6 @@ def tensor_with_hook():
         "the function of a partial",
         "a subclass of a generator",
         "a view of a dict",
-        "a hook on a tensor",
     ],
 )
 def test_what_leads_to_an_object_in_another_way_than_an_attribute(make, use):
@@ -519,7 +510,6 @@ def test_what_a_tensor_carries_is_restored():
     module = Module({"plain": torch.zeros(1)})
     module.register_buffer("table", torch.zeros(1))
     module.weight = nn.Parameter(torch.zeros(LARGEST_COPIED_BYTES // 4 + 1))
-    module.weight.average = torch.zeros_like(module.weight)
     tensors = [module.weight, module.table, module.value["plain"]]
     for tensor in tensors:
         tensor.history = []
@@ -527,11 +517,9 @@ def test_what_a_tensor_carries_is_restored():
     for tensor in tensors:
         tensor.history.append(1)
         tensor.late = 1
-    module.weight.average += 1
     kept.restore_or_warn()
     assert [tensor.history for tensor in tensors] == [[], [], []]
     assert not any(hasattr(tensor, "late") for tensor in tensors)
-    assert not module.weight.average.any()
     assert kept.not_restorable == []
 
 
@@ -673,20 +661,6 @@ def test_a_datamodule_with_a_lock_is_restored():
     kept.restore_or_warn()
     assert data.rows == [1]
     assert kept.not_restorable == []
-
-
-def test_a_gradient_that_others_refer_to_stays_the_same_object():
-    module = Module(nn.Linear(2, 1))
-    flat = torch.ones(3)
-    module.value.weight.grad = flat[:2].view(1, 2)
-    module.value.bias.grad = flat[2:]
-    kept = ProjectSnapshot(module)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    flat.zero_()
-    kept.restore_or_warn()
-    assert flat.tolist() == [1, 1, 1]
-    assert module.value.weight.grad.data_ptr() == flat.data_ptr()
 
 
 def test_parts_of_a_parameter_are_restored_and_need_no_room_of_their_own():
