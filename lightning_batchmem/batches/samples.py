@@ -94,7 +94,7 @@ class SampleMeasure:
             )
         [sample] = samples
         if sample is None:
-            # It is only kept until there is another.
+            # It is kept only until another sample comes.
             return MeasuredSample((), False, [] if self.largest else [self._sent(sample)])
         try:
             sizes = batched_sizes(self.collate, [sample])[:_MOST_SIZES]

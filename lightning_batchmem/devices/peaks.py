@@ -134,7 +134,7 @@ class PhasePeaks:
 
     def __init__(self, counter: PeakCounter) -> None:
         self.stepped: set[int] = set()
-        # The optimizers whose steps have no hooks: each is taken to step in every step.
+        # These optimizers call no hooks, so they count as stepping in every step.
         self._unhooked: set[int] = set()
         self._counter = counter
         self._hooks = StepHooks()

@@ -19,7 +19,7 @@ from lightning_batchmem.devices.tensors import plain_tensors
 # About this many bytes are in memory, and in the page cache, at one time.
 _CHUNK_BYTES = 2**24
 
-# Copies of a device's tensors are in memory where those of all ranks take no more than this share
+# Copies of a device's tensors are in memory if the copies of all ranks take no more than this share
 # of what is free. The rest is for the loader workers of the search.
 # Source: chosen; a share of 1 would leave them nothing.
 _MEMORY_SHARE = 0.5
@@ -29,11 +29,11 @@ class SavedStorages:
     """Bytes of tensor storages, written back in place; a shared storage is saved once.
 
     Copies of the host's tensors are in a file, because in memory they would raise the resident set
-    that the search measures. Those of a device are there too if the host has no room for them.
+    that the search measures. Copies of a device's tensors are there too if the host has no room.
 
     Attributes:
-        largest_bytes: of a process that ends after its search: only storages of the device with so
-            many bytes at most are saved.
+        largest_bytes: for a process that ends after its search: only storages of the device are
+            saved, and only up to this size.
     """
 
     largest_bytes: ClassVar[int | None] = None
@@ -108,7 +108,7 @@ class SavedStorages:
 
 
 def has_room_for(copied_bytes: int) -> bool:
-    """Whether the host has room for a copy of so many bytes of each rank."""
+    """Whether the host has room if every rank copies this many bytes."""
     if copied_bytes == 0:
         return True
     # Every rank makes its copy at this moment. Some may be on other machines.
