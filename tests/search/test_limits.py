@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_batchmem.batches import shared_memory
+from lightning_batchmem.devices import host
 from lightning_batchmem.plan.options import UNBOUNDED_MAX_BATCH_SIZE, SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.search.limits import RAGGED_SHARE, MemoryRoom, search_limits
@@ -83,7 +83,7 @@ def test_ranks_divide_the_shared_memory(fake_device, monkeypatch, on_host):
     program = FakeProgram(device, lambda size: size)
     program.bytes_per_waiting_sample = KIB
     usage = SimpleNamespace(total=1, free=100 * KIB)
-    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
     for ranks, size in ((1, 100), (4, 25), (200, 1)):
         limits = limits_of(program, budget_of(device, ranks_on_host=ranks))
         assert (limits.max_batch_size, limits.max_reason) == (size, "shared memory")

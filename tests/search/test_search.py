@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.batches import shared_memory
+from lightning_batchmem.devices import host
 from lightning_batchmem.devices.breakdown import measure_breakdown
 from tests.helpers.lawful import MIB, SAMPLES, Evaluated, Lawful, found_size, law, loader
 from tests.helpers.plans import search_notes, training_notes
@@ -199,7 +199,7 @@ def test_batches_of_workers_fit_into_shared_memory(search, device, monkeypatch, 
         device.as_host()
     # Docker gives 64 MiB. Here it has room for 100 samples in three batches.
     usage = SimpleNamespace(total=1, free=3 * 4 * 100)
-    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage)
     module = Lawful(device, lambda size: size)
     plan = search(module, train_dataloaders=loader(3, num_workers=1), options={"min_batch_size": 1})
     assert (plan.batch_size, plan.limited_by) == (100, "shared memory")
