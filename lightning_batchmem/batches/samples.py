@@ -47,7 +47,6 @@ from lightning_batchmem.devices.tensors import copied
 from lightning_batchmem.plan.options import WorstCase
 from lightning_batchmem.plan.policy import ReadingPolicy
 
-
 # A sample may have thousands of tensors, and most batches have fewer than ten.
 _MOST_SIZES = 32
 
