@@ -37,28 +37,39 @@ class Linear(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("in_datamodule", [False, True])
-def test_graphs_of_torch_geometric_are_counted(tmp_path, in_datamodule):
+def graphs_of(sizes):
+    """Random graphs with these numbers of nodes."""
     data = pytest.importorskip("torch_geometric.data", reason=MISSING)
-    lightning_data = pytest.importorskip("torch_geometric.data.lightning", reason=MISSING)
-    loaders = pytest.importorskip("torch_geometric.loader", reason=MISSING)
-    layers = pytest.importorskip("torch_geometric.nn", reason=MISSING)
     seed_everything(0)
     graphs = []
-    # The graphs differ in size, so that no two tensors of a batch have the same length.
-    for nodes in range(5, 69):
+    for nodes in sizes:
         edges = torch.randint(0, nodes, (2, 3 * nodes))
         graphs.append(data.Data(x=torch.randn(nodes, 4), edge_index=edges, y=torch.randn(1)))
+    return graphs
 
-    class Graphs(Linear):
-        def __init__(self):
-            super().__init__()
-            self.convolution = layers.GCNConv(4, 4)
 
-        def training_step(self, batch, batch_idx):
-            nodes = self.convolution(batch.x, batch.edge_index).relu()
-            pooled = layers.global_mean_pool(nodes, batch.batch)
-            return nn.functional.mse_loss(self.layer(pooled)[:, 0], batch.y)
+class Graphs(Linear):
+    def __init__(self):
+        super().__init__()
+        layers = pytest.importorskip("torch_geometric.nn", reason=MISSING)
+        self.convolution = layers.GCNConv(4, 4)
+        self.pool = layers.global_mean_pool
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        nodes = self.convolution(batch.x, batch.edge_index).relu()
+        pooled = self.pool(nodes, batch.batch)
+        loss = nn.functional.mse_loss(self.layer(pooled)[:, 0], batch.y)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+@pytest.mark.parametrize("in_datamodule", [False, True])
+def test_graphs_of_torch_geometric_are_counted(tmp_path, in_datamodule):
+    lightning_data = pytest.importorskip("torch_geometric.data.lightning", reason=MISSING)
+    loaders = pytest.importorskip("torch_geometric.loader", reason=MISSING)
+    # The graphs differ in size, so that no two tensors of a batch have the same length.
+    graphs = graphs_of(range(5, 69))
 
     def train(size, callbacks):
         seed_everything(0)
@@ -130,27 +141,8 @@ def train_within_budget(train, **arguments):
 
 
 def test_a_budget_of_nodes_of_torch_geometric(tmp_path):
-    data = pytest.importorskip("torch_geometric.data", reason=MISSING)
     loaders = pytest.importorskip("torch_geometric.loader", reason=MISSING)
-    layers = pytest.importorskip("torch_geometric.nn", reason=MISSING)
-    seed_everything(0)
-    graphs = []
-    for nodes in [*range(5, 37)] * 8:
-        edges = torch.randint(0, nodes, (2, 3 * nodes))
-        graphs.append(data.Data(x=torch.randn(nodes, 4), edge_index=edges, y=torch.randn(1)))
-
-    class Graphs(Linear):
-        def __init__(self):
-            super().__init__()
-            self.convolution = layers.GCNConv(4, 4)
-            self.losses = []
-
-        def training_step(self, batch, batch_idx):
-            nodes = self.convolution(batch.x, batch.edge_index).relu()
-            pooled = layers.global_mean_pool(nodes, batch.batch)
-            loss = nn.functional.mse_loss(self.layer(pooled)[:, 0], batch.y)
-            self.losses.append(float(loss.detach()))
-            return loss
+    graphs = graphs_of([*range(5, 37)] * 8)
 
     def train(max_num, callbacks):
         seed_everything(0)
