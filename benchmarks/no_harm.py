@@ -61,7 +61,7 @@ from benchmarks.common import (
 )
 from benchmarks.no_harm_projects import PROJECTS, Run
 from lightning_batchmem import BatchFinder
-from lightning_batchmem.plan.own_size import SLOWER_SHARE
+from lightning_batchmem.plan.recipe import SLOWER_SHARE
 from tests.helpers.plans import search_notes, training_notes
 
 RESULTS = ROOT / "benchmarks" / "results" / "no_harm.md"

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
-from lightning_batchmem._lightning.errors import is_own_error
+from lightning_batchmem._lightning.errors import is_our_error
 from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     # The user's code may raise any error, which needs its traceback. One of this package is a line.
     except Exception as error:  # noqa: BLE001
-        if is_own_error(error):
+        if is_our_error(error):
             _print_error(f"error: {error}")
         else:
             traceback.print_exc()

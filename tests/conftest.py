@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_batchmem import BatchFinder, MemoryProfiler
 from lightning_batchmem.devices.foreign_values import begin_run
-from lightning_batchmem.search.own_size import OwnSize
+from lightning_batchmem.search.project_size import ProjectSize
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import FAST, quiet_trainer
 
@@ -140,7 +140,7 @@ def compares_speeds():
 def _no_comparison(request, monkeypatch):
     """Compare no speeds: the steps of tests take milliseconds, whose times vary."""
     if "compares_speeds" not in request.fixturenames:
-        monkeypatch.setattr(OwnSize, "compared", lambda own, chosen, run: chosen)
+        monkeypatch.setattr(ProjectSize, "compared", lambda own, chosen, run: chosen)
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import configure_optimizers_again, wrap_again
 from lightning_batchmem._lightning.trainer_state import callbacks_of, in_every_package, replaced
 from lightning_batchmem.devices.foreign_values import error_text
-from lightning_batchmem.plan.learning_rate import learning_rate_note
 from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.recipe import learning_rate_note
 from lightning_batchmem.search.earlier_plan import changes_since
 
 

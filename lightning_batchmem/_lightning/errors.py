@@ -14,7 +14,7 @@ from lightning_batchmem.devices.out_of_memory import release_traceback
 from lightning_batchmem.plan.options import SearchOptions
 
 
-def is_own_error(error: BaseException) -> bool:
+def is_our_error(error: BaseException) -> bool:
     """Whether a line of this package raised the error, with a sentence for the user."""
     origin = traceback.extract_tb(error.__traceback__)[-1].filename
     is_own = Path(origin).is_relative_to(Path(__file__).parents[1])
@@ -23,7 +23,7 @@ def is_own_error(error: BaseException) -> bool:
 
 def reason_of(error: Exception) -> str:
     """The text of an error, with the first note that the search has added."""
-    text = str(error) if is_own_error(error) else error_text(error)
+    text = str(error) if is_our_error(error) else error_text(error)
     notes: list[str] = value_or_none("An error", getattr, error, "__notes__", []) or []
     return " ".join([text, *notes[:1]])
 
@@ -43,7 +43,7 @@ def noted_errors(
     # A user's step may raise any error, which is raised again with the note.
     except Exception as error:
         # An error of this package says its reason itself.
-        if not is_own_error(error):
+        if not is_our_error(error):
             counts = [one.distinct_samples for one in batches if one.distinct_samples]
             if counts:
                 add_note(
@@ -76,7 +76,7 @@ def note_of_retry(error: Exception, setting: BatchSizeSetting, options: SearchOp
     largest_size = min(bound for bound, _ in options.bounds)
     # Another rank may have passed this step.
     may_retry = setting.trainer.world_size == 1 and options.min_batch_size is None
-    if is_own_error(error) or not (may_retry and size < project_size <= largest_size):
+    if is_our_error(error) or not (may_retry and size < project_size <= largest_size):
         return ""
     return (
         f"Sizes below {project_size}, your own, were left out: at {size} there was an error"

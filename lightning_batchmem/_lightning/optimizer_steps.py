@@ -23,11 +23,10 @@ from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.strategies import has_batch_norm
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.devices.foreign_values import value_or_none
-from lightning_batchmem.plan.learning_rate import learning_rate_factor
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.recipe import Epoch, Recipe, rounded_step_note
+from lightning_batchmem.plan.recipe import Epoch, Recipe, learning_rate_factor, rounded_step_note
 from lightning_batchmem.search.ranks import Ranks
 
 # The attributes of torch's schedulers that are a number of steps, or several. Milestones are those

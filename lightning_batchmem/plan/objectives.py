@@ -192,10 +192,10 @@ def _second_size(known: TrialsSoFar) -> int:
     """The second size to probe where the largest size is looked for."""
     larger = known.policy.ladder_growth * known.largest_ran
     most = _largest_second_size(known)
-    own_size = known.limits.step.batch_size or 0
-    is_rung = larger < own_size < size_range(known.limits)[1]
-    if is_rung and (known.limits.catches_errors or own_size <= most):
-        return own_size
+    project_size = known.limits.step.batch_size or 0
+    is_rung = larger < project_size < size_range(known.limits)[1]
+    if is_rung and (known.limits.catches_errors or project_size <= most):
+        return project_size
     return int(min(larger, most))
 
 

@@ -68,20 +68,20 @@ def decide(
             return NextSize(lowest, "probe")
         return SearchFailed(_nothing_fits(known, could_be_one=lowest == policy.first_size))
     objective = objective_of(limits.options)
-    own_size = limits.step.batch_size or 0
-    if limits.step.may_keep and known.smallest_failed <= own_size:
+    project_size = limits.step.batch_size or 0
+    if limits.step.may_keep and known.smallest_failed <= project_size:
         return SearchFailed(_project_does_not_fit(known))
     if not known.has_rehearsed:
         rung = objective.next_probe(known)
         if rung is not None:
             return NextSize(rung, "probe")
     size = objective.next_rehearsal(known)
-    if limits.step.may_keep and (known.passed if size is None else size) < own_size:
+    if limits.step.may_keep and (known.passed if size is None else size) < project_size:
         # The training runs at this size without a search, so it may be nearer to the limit.
-        may_fit = limits.catches_errors and own_size <= known.size_at_limit
-        if not (may_fit and is_allowed(own_size, limits)):
+        may_fit = limits.catches_errors and project_size <= known.size_at_limit
+        if not (may_fit and is_allowed(project_size, limits)):
             return SearchFailed(_project_does_not_fit(known))
-        size = own_size
+        size = project_size
     if size is not None:
         return NextSize(size, "rehearsal")
     return objective.choose(known)

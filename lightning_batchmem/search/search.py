@@ -9,10 +9,9 @@ from lightning_batchmem.devices.breakdown import measure_breakdown
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.own_size import slower_note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.recipe import Recipe
+from lightning_batchmem.plan.recipe import Recipe, slower_note
 from lightning_batchmem.plan.records import Chosen, Growth, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.plan.sizes import (
@@ -29,9 +28,9 @@ from lightning_batchmem.search.earlier_plan import (
     why_not_allowed,
 )
 from lightning_batchmem.search.limits import MemoryRoom, search_limits
-from lightning_batchmem.search.own_size import OwnSize
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.progress import SearchProgress
+from lightning_batchmem.search.project_size import ProjectSize
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.rehearsal import batches_that_keep
 from lightning_batchmem.search.trial import TrialRunner
@@ -152,7 +151,7 @@ class BatchSizeSearch:
         limits = self._limits
         on_training = [slower_note(chosen.speeds, chosen.batch_size, limits)]
         if not self._is_simulated:
-            on_training.append(self._own_size().note_of_loss(chosen.batch_size))
+            on_training.append(self._project_size().note_of_loss(chosen.batch_size))
         of_steps = [
             Note(
                 "search",
@@ -214,15 +213,15 @@ class BatchSizeSearch:
         if why_kept:
             why = f"{why_kept}. Accumulation keeps the samples of an optimizer step."
             step = replace(step, limited_by="memory", why=why)
-        return step if self._is_simulated else self._own_size().compared(step, self._run)
+        return step if self._is_simulated else self._project_size().compared(step, self._run)
 
     def _runner_of(self, program: Program) -> TrialRunner:
         return TrialRunner(
             program, self._room.device, self._ranks, self._policy, self._progress.begin_step
         )
 
-    def _own_size(self) -> OwnSize:
-        return OwnSize(self._program, self._runner, self._limits, self._ranks)
+    def _project_size(self) -> ProjectSize:
+        return ProjectSize(self._program, self._runner, self._limits, self._ranks)
 
     def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[Note]]:
         """The size, lowered until what its steps keep fits too, and a note of it.

@@ -144,7 +144,7 @@ class Child:
 
     def _checked(self, name: str, *arguments: Any) -> Any:
         """Call a function of the package; its refusals, and errors of the program, end here."""
-        from lightning_batchmem._lightning.errors import is_own_error
+        from lightning_batchmem._lightning.errors import is_our_error
         from lightning_batchmem.simulated_gpu import search
 
         try:
@@ -153,7 +153,7 @@ class Child:
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # Those of an operator that a value module calls are the program's own.
             origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-            if is_own_error(error) and origin.stem not in VALUE_MODULES:
+            if is_our_error(error) and origin.stem not in VALUE_MODULES:
                 self.refuse(str(error))
             traceback.print_exc()
             self.finish({"error": True, "assumptions": self._values.assumptions})

@@ -22,9 +22,9 @@ def row(quiet, size, training="ok"):
         (3, 2, "ok", True),
         (100, 100, "dies in step 2", False),
         # A search is right to find nothing where nothing is quiet.
-        (0, 0, "RuntimeError: Nothing fits", True),
-        (1, 0, "RuntimeError: Nothing fits", False),
-        (100, 0, "RuntimeError: Nothing fits", False),
+        (0, 0, "NothingFitsError: Nothing fits", True),
+        (1, 0, "NothingFitsError: Nothing fits", False),
+        (100, 0, "NothingFitsError: Nothing fits", False),
     ],
 )
 def test_a_good_search_finds_nearly_the_largest_quiet_size(quiet, size, training, expected):
@@ -32,7 +32,11 @@ def test_a_good_search_finds_nearly_the_largest_quiet_size(quiet, size, training
 
 
 def test_the_summary_counts_refusals_apart_from_trainings_that_die():
-    rows = [row(100, 90), row(100, 100, "dies in step 2"), row(0, 0, "RuntimeError: Nothing fits")]
+    rows = [
+        row(100, 90),
+        row(100, 100, "dies in step 2"),
+        row(0, 0, "NothingFitsError: Nothing fits"),
+    ]
     text = summary(rows, "ours")
     assert text.startswith("ours: 1 of 3 ")
     assert "; 1 trainings end with an error; lowest share of quiet 0.90;" in text

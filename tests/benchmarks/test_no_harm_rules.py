@@ -64,7 +64,7 @@ def test_the_smaller_of_two_rules():
     assert smaller(times(8), steps(10))(task()) == 100
 
 
-def test_no_rule_allows_less_than_the_own_size():
+def test_no_rule_allows_less_than_the_project_size():
     assert all(rule(task()) >= 16 for rule in RULES.values())
 
 

@@ -281,7 +281,7 @@ def test_out_of_memory_on_one_rank_makes_all_step_down(seen, where):
 
 def test_no_size_fits_on_one_rank(seen):
     for one in seen["nothing fits"]:
-        start = "RuntimeError: Nothing fits: 2 samples, the smallest size allowed"
+        start = "NothingFitsError: Nothing fits: 2 samples, the smallest size allowed"
         assert one["error"].startswith(start)
         assert "on rank 1: OutOfMemoryError: made up" in one["error"]
         assert LESS_THAN_LIMIT in one["error"]

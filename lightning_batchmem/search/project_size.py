@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.own_size import COPIES, loss_note, takes_own_size
+from lightning_batchmem.plan.recipe import COPIES, loss_note, takes_project_size
 from lightning_batchmem.plan.records import Chosen, NextSize, Speed, Trial
 from lightning_batchmem.plan.sizes import accumulated_batches, is_allowed
 from lightning_batchmem.search.program import Program
@@ -15,7 +15,7 @@ from lightning_batchmem.search.trial import TrialRunner
 
 
 @dataclass(frozen=True)
-class OwnSize:
+class ProjectSize:
     """Compares the chosen size with that of the project.
 
     Args:
@@ -44,28 +44,28 @@ class OwnSize:
             The size to train with, with both throughputs.
         """
         limits = self.limits
-        own_size = limits.step.batch_size
+        project_size = limits.step.batch_size
         size = chosen.batch_size
         if (
-            own_size in (None, size)
-            or own_size > min(chosen.largest_batch_size or size, limits.max_batch_size)
-            or not is_allowed(own_size, limits)
+            project_size in (None, size)
+            or project_size > min(chosen.largest_batch_size or size, limits.max_batch_size)
+            or not is_allowed(project_size, limits)
         ):
             return chosen
-        own = Speed(own_size, self._samples_per_second(own_size))
+        own = Speed(project_size, self._samples_per_second(project_size))
         other = Speed(size, self._samples_per_second(size))
         if not (own.samples_per_second and other.samples_per_second):
             return chosen
         chosen = replace(chosen, speeds=(own, other))
         objective = limits.options.objective
-        if not takes_own_size(objective, own, other):
+        if not takes_project_size(objective, own, other):
             return chosen
-        trial = run(NextSize(own_size, "rehearsal"))
+        trial = run(NextSize(project_size, "rehearsal"))
         if trial.outcome != "ok":
             return chosen
         how = "ran slower" if objective == "auto" else "did not run clearly faster"
         why = f"it is the size of the project, and {limits.unit.size(size)} {how}."
-        return replace(chosen, batch_size=own_size, limited_by="throughput", why=why)
+        return replace(chosen, batch_size=project_size, limited_by="throughput", why=why)
 
     def note_of_loss(self, batch_size: int) -> str:
         """A sentence about a loss with which the accumulation of this size does not go."""
