@@ -103,7 +103,7 @@ class BudgetLoader:
         counts: batches in an epoch at the budgets at which they were counted.
     """
 
-    # Their number says nothing about the batches.
+    # Samples of an epoch say nothing about the number of batches.
     samples = None
 
     loader: DataLoader[Any]
