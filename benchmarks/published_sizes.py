@@ -95,7 +95,7 @@ CONTEXTS = {
 
 CUDNN_MODES = ("off", "heuristics", "benchmark")
 
-LIMIT_SHARE = SearchPolicy().limit_share
+LIMIT_SHARE = SearchPolicy().rehearsal.limit_share
 
 STEPS = 3
 """Steps of a size; the first has no momentum, and the others allocate the same."""

@@ -30,7 +30,7 @@ from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem._lightning.errors import reason_of
 from lightning_batchmem._lightning.trainer_state import trains_no_more
 from lightning_batchmem.devices.host import HostMemory
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import SearchPolicy, StepPolicy
 from tests.helpers.lawful import (
     MIB,
     SAMPLES,
@@ -817,7 +817,7 @@ def test_a_batch_index_of_the_search_is_one_of_the_training(
     seen = set()
     train_loader = loader(PROJECT_SIZE, samples)
     # The steps of a trial are more than the batches of an epoch at its first size.
-    options = {"policy": SearchPolicy(warmup_steps=12), **options}
+    options = {"policy": SearchPolicy(steps=StepPolicy(warmup_steps=12)), **options}
     # A function is not restored, but the object of a method is.
     module = Indexed(device, lambda pair: seen.add(pair))
     search(module, train_dataloaders=train_loader, **options)

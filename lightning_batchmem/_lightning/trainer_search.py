@@ -115,7 +115,7 @@ class TrainerSearch:
         self._room = MemoryRoom(
             device_memory,
             options.memory_limit,
-            self.policy.limit_share,
+            self.policy.rehearsal.limit_share,
             ranks_on_host,
             later_bytes,
         )

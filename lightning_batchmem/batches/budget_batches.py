@@ -71,7 +71,7 @@ class BatchReader:
         num_batches = None
         has_single_samples = False
         batches = iter(loader)
-        while num_read < self.policy.max_batches_read:
+        while num_read < self.policy.budget.max_batches_read:
             if time.monotonic() - begin > self.policy.scan_seconds:
                 break
             try:
@@ -88,7 +88,7 @@ class BatchReader:
                 "longest": (_longest_sample(batch), batch_bytes),
                 "smallest": (-batch_bytes,),
             }
-            if num_read < self.policy.first_batches_kept:
+            if num_read < self.policy.budget.first_batches_kept:
                 ranks[f"first {num_read}"] = ()
             for name, rank in ranks.items():
                 if name not in worst or rank > worst[name][0]:
@@ -175,8 +175,8 @@ class BudgetBatches:
         # Of made batches, which have each sample once.
         self.distinct_samples = None
         text = (
-            f"Of up to {policy.max_batches_read} batches that the loader made, the search used"
-            " those with most bytes, most items and the longest sample."
+            f"Of up to {policy.budget.max_batches_read} batches that the loader made, the search"
+            " used those with most bytes, most items and the longest sample."
         )
         self.notes = [Note("search", text)]
         self.sample_bytes = 0
@@ -235,7 +235,7 @@ class BudgetBatches:
             # A sampler may raise any exception if a sample is larger than the budget.
             except Exception:  # noqa: BLE001
                 break
-            largest_bytes = self._policy.shrinking_share * reading.largest_bytes
+            largest_bytes = self._policy.budget.shrinking_share * reading.largest_bytes
             if smaller_reading.largest_bytes > largest_bytes:
                 break
             if needs_two_samples and smaller_reading.has_single_samples:
@@ -265,7 +265,7 @@ class BudgetBatches:
     def _has_changed(self) -> bool:
         """Whether the largest batches at the budgets that were read differ, beyond chance."""
         largest_bytes = [reading.largest_bytes for reading in self._readings.values()]
-        return max(largest_bytes) > (1 + self._policy.differing_share) * min(largest_bytes)
+        return max(largest_bytes) > (1 + self._policy.budget.differing_share) * min(largest_bytes)
 
     def items(self, budget: int) -> float:
         """Items of the batch with most bytes, in which steps are timed."""

@@ -71,7 +71,9 @@ def _searched(
 ) -> Plan:
     ranks = loop.ranks
     policy = SearchPolicy()
-    room = MemoryRoom(device_memory, options.memory_limit, policy.limit_share, ranks.on_this_host())
+    room = MemoryRoom(
+        device_memory, options.memory_limit, policy.rehearsal.limit_share, ranks.on_this_host()
+    )
     if room.warning and ranks.rank == 0:
         warnings.warn(room.warning, stacklevel=2)
     program = LoopProgram(loop, device_memory, options.multiple_of or 1)

@@ -55,7 +55,7 @@ class Largest:
         if len(known.ran) == 1:
             size = _second_size(known)
         else:
-            size = int(min(policy.probe_share * known.predicted_size, highest))
+            size = int(min(policy.rehearsal.probe_share * known.predicted_size, highest))
             if known.limits.is_host:
                 size = min(size, int(known.certain_size))
             if not known.limits.catches_errors:
@@ -83,11 +83,13 @@ class Largest:
         if not (limits.catches_errors or known.has_rehearsed or has_failed):
             # A larger size that was probed is too near to the limit for a training.
             return size if size == highest else max(lowest, rounded(size, limits))
-        most = policy.most_share * known.size_at_limit if limits.catches_errors else size + 1
+        most: float = size + 1
+        if limits.catches_errors:
+            most = policy.rehearsal.most_share * known.size_at_limit
         high = min(most, known.smallest_failed, highest + 1)
-        is_narrow = high <= (1 + policy.gap_share) * low
+        is_narrow = high <= (1 + policy.rehearsal.gap_share) * low
         if known.passed:
-            is_enough = is_narrow or known.num_errors >= policy.max_errors
+            is_enough = is_narrow or known.num_errors >= policy.rehearsal.max_errors
             if is_enough or not limits.catches_errors:
                 return None
         if known.has_rehearsed or not low < size < high:
@@ -147,7 +149,7 @@ class Fastest:
             most = min(known.first_rehearsal_size, highest)
             most = highest if most == highest else rounded(int(most), limits)
             largest_size = max(largest_size, most)
-        if largest_size <= policy.least_growth * known.passed:
+        if largest_size <= policy.rehearsal.least_growth * known.passed:
             return _within_limits(known, largest_size=largest_size, fastest_size=fastest_size)
         return Chosen(
             known.passed,
@@ -219,7 +221,7 @@ def _size_between(low: int, high: float, known: TrialsSoFar) -> int:
     policy = known.policy
     if high > policy.ladder_growth * max(low, known.largest_probed):
         return math.isqrt(low * int(high))
-    return int(low + policy.between_share * (high - low))
+    return int(low + policy.rehearsal.between_share * (high - low))
 
 
 def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int | None) -> Chosen:
@@ -260,9 +262,9 @@ def _why_no_larger(known: TrialsSoFar, largest_size: int) -> str:
         return f"{limits.unit.size(smallest.batch_size)} {smallest.failure}"
     if limits.is_host:
         return (
-            f"on a CPU tensors get {known.policy.host_share:.0%} of the room below the limit,"
-            " because the system ends a process that runs out of memory. A higher memory_limit"
-            " raises the size"
+            f"on a CPU tensors get {known.policy.rehearsal.host_share:.0%} of the room below the"
+            " limit, because the system ends a process that runs out of memory. A higher"
+            " memory_limit raises the size"
         )
     if largest_size > size:
         return f"the limit leaves room for no more than {limits.unit.size(largest_size)}"
@@ -291,7 +293,7 @@ def _fragmented_notes(known: TrialsSoFar) -> tuple[Note, ...]:
     if not (free_bytes and is_left_free) or known.memory is None:
         return ()
     most = known.memory.size_at(limits.limit_bytes)
-    size = rounded(int(known.policy.rehearsal_share * min(most, _MOST_PREDICTED)), limits)
+    size = rounded(int(known.policy.rehearsal.first_share * min(most, _MOST_PREDICTED)), limits)
     text = (
         "Nearly every batch has another shape, which fragments the memory of the device, so"
         f" {mib(free_bytes)} of it stays free. With"

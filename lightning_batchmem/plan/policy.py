@@ -11,8 +11,27 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class BudgetPolicy:
+    """Numbers that bound the reading of batches that a loader forms itself, within a budget."""
+
+    max_batches_read: int = 256
+    """Batches that are read at each budget, where the loader forms them. Source: It bounds the time
+    of a search, as `scan_seconds` does."""
+    first_batches_kept: int = 2
+    """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
+    fragment memory."""
+    shrinking_share: float = 0.3
+    """A search over a budget begins at that of the project, divided by 4 as long as this leaves at
+    most this share of the largest batch. Source: A quarter is expected, and more is left where
+    single samples fill the budget."""
+    differing_share: float = 0.1
+    """A loader follows a budget if the largest batches at two budgets differ by more than this
+    share. Source: Less may be chance."""
+
+
+@dataclass(frozen=True)
 class ReadingPolicy:
-    """Numbers that bound the reading of samples, and of batches that a loader forms itself."""
+    """Numbers that bound the reading of samples."""
 
     typical_samples: int = 32
     """Samples that are read with `worst_case="typical"`. Source: Several lengths, and quick to
@@ -31,19 +50,6 @@ class ReadingPolicy:
     sample_seconds: float = 60.0
     """Reading one sample fails after this time. Source: A worker that waits for a thread of its
     parent process waits forever."""
-    max_batches_read: int = 256
-    """Batches that are read at each budget, where the loader forms them. Source: It bounds the time
-    of a search, as `scan_seconds` does."""
-    first_batches_kept: int = 2
-    """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
-    fragment memory."""
-    shrinking_share: float = 0.3
-    """A search over a budget begins at that of the project, divided by 4 as long as this leaves at
-    most this share of the largest batch. Source: A quarter is expected, and more is left where
-    single samples fill the budget."""
-    differing_share: float = 0.1
-    """A loader follows a budget if the largest batches at two budgets differ by more than this
-    share. Source: Less may be chance."""
     samples_share: float = 0.25
     """The samples, or the batches that are kept, take at most this share of the free memory.
     Source: The steps need the rest."""
@@ -52,38 +58,12 @@ class ReadingPolicy:
     training of 1,000 steps has about as many."""
     max_drawn_sizes: int = 1_000_000
     """Samples in all of these batches, at most. Source: Sums of large batches hardly differ."""
+    budget: BudgetPolicy = BudgetPolicy()
 
 
 @dataclass(frozen=True)
-class SearchPolicy:
-    """Numbers that steer a search; sizes in samples.
-
-    The text of each number has two parts: what it does, and after "Source:" a command, a paper or a
-    reason.
-
-    Example:
-        >>> SearchPolicy(first_size=4).first_size
-        4
-    """
-
-    # Which sizes are run.
-
-    first_size: int = 2
-    """The first size, unless `min_batch_size` is given. Source: One sample is an error to BatchNorm
-    and takes other code paths."""
-    ladder_growth: int = 4
-    """The second size is this multiple of the first, as far as it is certain to fit, and where no
-    error can be caught each further one of the one before. Source: All of them together take a
-    third more steps than the largest alone."""
-    near_best_share: float = 0.95
-    """The smallest size with this share of the best throughput counts as the fastest. A size that
-    does not exceed the smaller ones by as much counts as flat. Source: Beyond it, more memory gains
-    next to no speed."""
-    flat_sizes: int = 2
-    """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
-    by itself, where a library changes its algorithm."""
-
-    # The limit.
+class RehearsalPolicy:
+    """Numbers that place rehearsals below the limit; shares are of the size that fills it."""
 
     limit_share: float = 0.95
     """The limit is at most this share of what a GPU can provide. Source:
@@ -96,7 +76,7 @@ class SearchPolicy:
     least_growth: float = 1.5
     """A measurement is at least at this multiple of the size before. Source: Closer sizes show no
     more of the lines."""
-    rehearsal_share: float = 0.9
+    first_share: float = 0.9
     """The first rehearsal is at this share of the size that fills the limit. Source: Rounding and
     fragmentation take the rest; with 0.88 and 0.92 `python -m benchmarks.cuda_search` finds about
     as much."""
@@ -114,12 +94,15 @@ class SearchPolicy:
     Source: A rehearsal that fails ends early, so it costs less than one that passes."""
     gap_share: float = 0.06
     """The search ends when a size that passed and one that failed differ by at most this share.
-    Source: Below the difference of `rehearsal_share` and `most_share`."""
+    Source: Below the difference of `first_share` and `most_share`."""
     max_errors: int = 3
     """After so many rehearsals that ran out of memory, the search ends with a size that passed.
     Source: It bounds the time of a search."""
 
-    # The steps of one size.
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """Numbers of steps that are run at one size."""
 
     warmup_steps: int = 1
     """Warm-up steps of a measurement, at least. Source: Optimizers get their state in a step, and
@@ -141,11 +124,45 @@ class SearchPolicy:
     """More of them where peaks differ or steps draw random numbers, repeated until so many have
     drawn and none needs more. Source: Random depth or image size."""
 
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    """Numbers that steer a search; sizes in samples.
+
+    The text of each number has two parts: what it does, and after "Source:" a command, a paper or a
+    reason.
+
+    Example:
+        >>> SearchPolicy(first_size=4).first_size
+        4
+    """
+
+    first_size: int = 2
+    """The first size, unless `min_batch_size` is given. Source: One sample is an error to BatchNorm
+    and takes other code paths."""
+    ladder_growth: int = 4
+    """The second size is this multiple of the first, as far as it is certain to fit, and where no
+    error can be caught each further one of the one before. Source: All of them together take a
+    third more steps than the largest alone."""
+    near_best_share: float = 0.95
+    """The smallest size with this share of the best throughput counts as the fastest. A size that
+    does not exceed the smaller ones by as much counts as flat. Source: Beyond it, more memory gains
+    next to no speed."""
+    flat_sizes: int = 2
+    """After this many sizes without a rise, no larger size is timed. Source: One size may be slow
+    by itself, where a library changes its algorithm."""
+
+    rehearsal: RehearsalPolicy = RehearsalPolicy()
+    steps: StepPolicy = StepPolicy()
     reading: ReadingPolicy = ReadingPolicy()
 
 
-def policy_table(policy: type[SearchPolicy] | type[ReadingPolicy] = SearchPolicy) -> str:
-    """Return the numbers as a table in Markdown."""
+POLICIES = (SearchPolicy, RehearsalPolicy, StepPolicy, ReadingPolicy, BudgetPolicy)
+"""Each record of numbers."""
+
+
+def policy_table(policy: type) -> str:
+    """Return the numbers of a policy as a table in Markdown."""
     rows = ["| number | value | meaning | source |", "|---|---:|---|---|"]
     source = inspect.getsource(policy)
     for name, text in re.findall(r'^    (\w+): [^\n]+\n    """(.+?)"""', source, re.M | re.S):
@@ -156,4 +173,4 @@ def policy_table(policy: type[SearchPolicy] | type[ReadingPolicy] = SearchPolicy
 
 
 if __name__ == "__main__":
-    print(policy_table(), policy_table(ReadingPolicy), sep="\n\n")  # noqa: T201
+    print(*map(policy_table, POLICIES), sep="\n\n")  # noqa: T201

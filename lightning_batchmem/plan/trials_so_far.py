@@ -72,7 +72,7 @@ class TrialsSoFar:
     @property
     def least_next_size(self) -> float:
         """The least size that is worth a measurement after the largest one that ran."""
-        growth = self.policy.least_growth
+        growth = self.policy.rehearsal.least_growth
         if self.limits.is_host:
             # Each size that ran shows that a larger one is certain to fit, which is little larger
             # where gradients take most of the room.
@@ -122,11 +122,11 @@ class TrialsSoFar:
     @property
     def predicted_size(self) -> float:
         """The share of the size that fills the limit at which the first rehearsal is."""
-        share = self.policy.rehearsal_share
+        share = self.policy.rehearsal.first_share
         if self.limits.is_host:
-            share = self.policy.host_share
+            share = self.policy.rehearsal.host_share
         elif self.limits.steps_are_collective:
-            share = self.policy.collective_share
+            share = self.policy.rehearsal.collective_share
         return share * self.size_at_limit
 
     @property
@@ -167,9 +167,9 @@ class TrialsSoFar:
         sample_bytes = 0.0
         if self.memory is not None:
             slope = max(line.slope for line in self.memory.lines.values())
-            sample_bytes = slope / self.policy.host_share
+            sample_bytes = slope / self.policy.rehearsal.host_share
         sample_bytes = max(1.0, sample_bytes, grown_bytes / last.batch_size)
-        return last.batch_size + self.policy.rehearsal_share * room_bytes / sample_bytes
+        return last.batch_size + self.policy.rehearsal.first_share * room_bytes / sample_bytes
 
     @cached_property
     def speeds(self) -> list[Speed]:

@@ -71,7 +71,7 @@ def rehearse(
         _run(meter, evaluation, batch_size, EVALUATION_STEPS)
         # The sanity check leaves workspaces of libraries, in a training too.
         meter.start_again()
-    steady_steps = policy.steady_steps
+    steady_steps = policy.steps.steady_steps
     most_steps = math.inf
     ragged_steps = RAGGED_STEPS
     # A rank may get more batches, and those that step together run as many steps.
@@ -86,7 +86,7 @@ def rehearse(
         with ConsecutiveSteps(meter, primary, batch_size) as consecutive:
             consecutive.run_mixed(ragged_steps)
     with ConsecutiveSteps(meter, primary, batch_size, most_steps) as consecutive:
-        consecutive.warm_up(policy.rehearsal_warmup_steps)
+        consecutive.warm_up(policy.steps.rehearsal_warmup_steps)
         steady = consecutive.run_steady(steady_steps)
         # These come first, because a short rehearsal may have no other steps left.
         consecutive.run_others()
@@ -99,10 +99,11 @@ def rehearse(
                 highest_bytes = max([before_bytes, *peaks])
                 is_higher = highest_bytes > (1 + DIFFERING_SHARE) * before_bytes
                 # A step of the project may count on no more steps than the training has.
-                calls = (policy.more_steady_steps + STEPS_THAT_FOLLOW) * consecutive.calls_per_step
+                num_steps = policy.steps.more_steady_steps + STEPS_THAT_FOLLOW
+                calls = num_steps * consecutive.calls_per_step
                 batches_left = program.batches_in_training(batch_size) - consecutive.num_calls
                 is_random = batches_left >= calls and (
-                    0 < consecutive.num_draws < policy.more_steady_steps
+                    0 < consecutive.num_draws < policy.steps.more_steady_steps
                 )
                 # What is kept is measured below, by steps that a short rehearsal has to spare.
                 # If only some of the ranks that step together ran more, they would wait forever.
@@ -110,7 +111,7 @@ def rehearse(
                     break
                 before_bytes = highest_bytes
                 run = consecutive.run_more if on_any_rank(is_random) else consecutive.run_steady
-                peaks = step_peaks(run(policy.more_steady_steps))
+                peaks = step_peaks(run(policy.steps.more_steady_steps))
         counted = consecutive.measure_live_bytes()
         if on_any_rank(has_risen(counted or steady)):
             _measure_growth(meter, consecutive, primary, batch_size)

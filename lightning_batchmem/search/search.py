@@ -259,7 +259,7 @@ class BatchSizeSearch:
     def _room_bytes(self, trial: Trial, growth: Growth, batch_size: int) -> float:
         """Bytes that a size, at most that of the trial, leaves for what its steps keep."""
         # On the host the process may hold several bytes for each live one.
-        share = self._policy.host_share if self._limits.is_host else 1
+        share = self._policy.rehearsal.host_share if self._limits.is_host else 1
         return share * (self._limits.limit_bytes - growth.needed_bytes(trial, batch_size))
 
     def _size_with_room(self, trial: Trial, growth: Growth) -> int:
@@ -272,7 +272,7 @@ class BatchSizeSearch:
             batch_bytes = growth.batch_bytes * size / trial.batch_size
             kept_bytes = (batches - growth.batches_run) * batch_bytes
             # Fragmentation takes the rest.
-            share = self._policy.rehearsal_share
+            share = self._policy.rehearsal.first_share
             return kept_bytes <= share * self._room_bytes(trial, growth, size)
 
         size = min(self._ranks.exchange(largest_where(fits, 0, trial.batch_size - 1)))

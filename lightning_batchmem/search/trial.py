@@ -141,7 +141,7 @@ class TrialRunner:
                 limit,
                 ConsecutiveSteps(meter, steps, batch_size) as consecutive,
             ):
-                consecutive.warm_up(self._policy.warmup_steps)
+                consecutive.warm_up(self._policy.steps.warmup_steps)
                 consecutive.run_timed(COMPARED_STEPS, 0.0)
         # Out of memory has many types. Every other error is raised again.
         except Exception as error:
@@ -225,14 +225,14 @@ class TrialRunner:
         """Run a few steps and measure the peak of each phase."""
         policy = self._policy
         times_count = limits.options.objective == "throughput"
-        num_timed = policy.timed_steps if times_count else 1
+        num_timed = policy.steps.timed_steps if times_count else 1
         # The user's steps may exchange data between ranks, in later steps only.
-        seconds = policy.timed_seconds if times_count and self._ranks.size == 1 else 0.0
+        seconds = policy.steps.timed_seconds if times_count and self._ranks.size == 1 else 0.0
         for steps in (self._program.training, self._program.evaluation):
             if steps is None:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
-                consecutive.warm_up(policy.warmup_steps)
+                consecutive.warm_up(policy.steps.warmup_steps)
                 consecutive.run_timed(num_timed, seconds)
                 consecutive.run_others()
                 consecutive.measure_live_bytes()

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_batchmem.batches.budget_batches import BatchReader, padded_items, read_worst_batches
-from lightning_batchmem.plan.policy import ReadingPolicy
+from lightning_batchmem.plan.policy import BudgetPolicy, ReadingPolicy
 from tests.helpers.budgets import MAKERS, Tokens, within_budget
 from tests.helpers.samples import pad
 
@@ -13,8 +13,11 @@ from tests.helpers.samples import pad
 LENGTHS = [1, 1, 1, 1, 2, 2, 3, 12]
 
 
-def reader(*, room_bytes=10**9, **numbers):
-    return BatchReader(ReadingPolicy(**numbers), room_bytes)
+NONE_KEPT = BudgetPolicy(first_batches_kept=0)
+
+
+def reader(*, room_bytes=10**9, budget=None, **numbers):
+    return BatchReader(ReadingPolicy(budget=budget or BudgetPolicy(), **numbers), room_bytes)
 
 
 def shapes(worst):
@@ -46,14 +49,14 @@ def test_a_batch_of_a_single_sample_is_noticed(shape, expected):
 
 def test_of_equally_long_samples_the_batch_with_most_bytes_is_kept():
     loader = given_batches((9, 4), (1, 20), (3, 20), (2, 20), (65, 1))
-    assert shapes(reader(first_batches_kept=0).read(loader))[1] == (3, 20)
+    assert shapes(reader(budget=NONE_KEPT).read(loader))[1] == (3, 20)
 
 
 def test_bytes_and_items_may_be_of_other_batches():
     images = torch.zeros(1, 100)
     labels = torch.zeros(7, dtype=torch.long)
     loader = DataLoader([[images, labels[:1]], [images[:, :10], labels]], batch_size=None)
-    worst = reader(first_batches_kept=0).read(loader)
+    worst = reader(budget=NONE_KEPT).read(loader)
     assert [len(batch[1]) for batch in worst.batches] == [1, 7]
     assert worst.reading.items == 1
 
@@ -76,7 +79,7 @@ def test_batches_that_exceed_the_room_are_left_out_but_not_the_first():
 def test_reading_ends_after_enough_batches_or_seconds():
     loader = within_budget(LENGTHS, 4, shuffles=False)
     assert reader().read(loader).reading[:2] == (4, 4)
-    assert reader(max_batches_read=2).read(loader).reading[:2] == (2, None)
+    assert reader(budget=BudgetPolicy(max_batches_read=2)).read(loader).reading[:2] == (2, None)
     with pytest.raises(ValueError, match="must make at least one batch, got none"):
         reader(scan_seconds=-1.0).read(loader)
 

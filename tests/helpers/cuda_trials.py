@@ -68,7 +68,7 @@ def every_trial_twice(name: str, gibibytes: str) -> dict[str, Any]:
     twice = Twice()
     twice.install()
     finder = BatchFinder(objective="memory")
-    finder.policy = replace(finder.policy, timed_seconds=0.0)
+    finder.policy = replace(finder.policy, steps=replace(finder.policy.steps, timed_seconds=0.0))
     module = project(group("device")[name], int(float(gibibytes) * 2**30))
     trainer: Trainer = gpu_trainer(finder, max_steps=1)
     trainer.fit(module)

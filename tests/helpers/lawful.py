@@ -12,16 +12,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
+from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy, StepPolicy
 
 SAMPLES = 5000
 MIB = 2**20
 
 # A search with every kind of step, but few of them, for tests that are not about their number.
 FAST = SearchPolicy(
-    timed_steps=1,
-    timed_seconds=0.0,
-    steady_steps=2,
+    steps=StepPolicy(timed_steps=1, timed_seconds=0.0, steady_steps=2),
     reading=ReadingPolicy(equal_sizes_quick=64),
 )
 
@@ -44,8 +42,10 @@ def found_size(available_bytes, *, memory_limit=None, multiple_of=None):
 
     limit_bytes = min(memory_limit or available_bytes, int(0.95 * available_bytes))
     filling = (limit_bytes - law(0)) / MIB
-    first = rounded(policy.rehearsal_share * filling)
-    return rounded(first + policy.between_share * (policy.most_share * filling - first))
+    first = rounded(policy.rehearsal.first_share * filling)
+    return rounded(
+        first + policy.rehearsal.between_share * (policy.rehearsal.most_share * filling - first)
+    )
 
 
 def loader(size, samples=SAMPLES, **arguments):

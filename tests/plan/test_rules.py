@@ -406,8 +406,8 @@ def test_few_trials_are_needed_where_only_live_bytes_count(law, cap, share):
         # A straight line is predicted exactly, so a size near the limit passes at once.
         assert len(driven.trials) <= 7
         intercept, slope = law[0][0]
-        most = min(cap, POLICY.most_share * (limit - intercept) / slope)
-        assert driven.step.batch_size >= most / (1 + POLICY.gap_share) - 2
+        most = min(cap, POLICY.rehearsal.most_share * (limit - intercept) / slope)
+        assert driven.step.batch_size >= most / (1 + POLICY.rehearsal.gap_share) - 2
 
 
 # Corner cases.

@@ -15,7 +15,7 @@ POLICY = SearchPolicy()
 
 
 def budget_of(device, *, memory_limit=None, **arguments):
-    return MemoryRoom(device, memory_limit, POLICY.limit_share, **arguments)
+    return MemoryRoom(device, memory_limit, POLICY.rehearsal.limit_share, **arguments)
 
 
 ALONE = Ranks(0, 1)

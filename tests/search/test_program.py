@@ -5,7 +5,7 @@ import torch
 
 from lightning_batchmem.devices.peaks import LiveStorages
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import RehearsalPolicy, SearchPolicy
 from lightning_batchmem.plan.records import Chosen
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
@@ -29,7 +29,7 @@ def device(device):
 def searched(program, policy=POLICY, earlier_plan=None, also_size=None, **options):
     options = SearchOptions(**{"multiple_of": 1, **options})
     device = program.device_memory
-    budget = MemoryRoom(device, options.memory_limit, policy.limit_share)
+    budget = MemoryRoom(device, options.memory_limit, policy.rehearsal.limit_share)
     progress = SearchProgress(enabled=False)
     search = BatchSizeSearch(
         program, budget, options, policy, Ranks(0, 1), progress, device="abacus", parameters="2"
@@ -52,7 +52,7 @@ def test_the_line_of_progress_counts_trials_and_their_steps(device):
             super().begin_step()
             texts.append(self.tasks[0].description)
 
-    budget = MemoryRoom(device, None, POLICY.limit_share)
+    budget = MemoryRoom(device, None, POLICY.rehearsal.limit_share)
     options = SearchOptions(multiple_of=1)
     program = FakeProgram(device, law)
     with Shown(enabled=False) as progress:
@@ -186,7 +186,10 @@ def test_samples_of_the_search_take_room_on_the_host(device, is_host, set_aside_
 
 
 def test_a_policy_steers_the_search(device):
-    policy = SearchPolicy(first_size=3, probe_share=0.5, rehearsal_share=0.5, most_share=0.6)
+    policy = SearchPolicy(
+        first_size=3,
+        rehearsal=RehearsalPolicy(probe_share=0.5, first_share=0.5, most_share=0.6),
+    )
     result = searched(FakeProgram(device, law), policy)
     # Of 376 samples, 0.25 are 94, 0.5 are 188, and 0.6 are 225.
     sizes = [trial.batch_size for trial in result.trials]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.options import SearchOptions
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import SearchPolicy, StepPolicy
 from lightning_batchmem.plan.records import Trial, TrialMemory, mib
 from lightning_batchmem.search import rehearsal
 from lightning_batchmem.search.limits import RAGGED_SHARE
@@ -85,7 +85,9 @@ def test_what_trials_record(search, device):
     def during(size, number):
         budgets.setdefault(size, set()).add(device.budget)
 
-    plan = search(Stepping(device, during), policy=SearchPolicy(timed_seconds=0.0))
+    plan = search(
+        Stepping(device, during), policy=SearchPolicy(steps=StepPolicy(timed_seconds=0.0))
+    )
     # 376 samples fill the limit of 475 MiB. After 0.9 of them, 0.6 of the way to 0.97 is rehearsed.
     assert [(trial.batch_size, trial.kind) for trial in plan.trials] == [
         (2, "probe"),

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_batchmem import BatchFinder, Plan
-from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.policy import RehearsalPolicy, SearchPolicy
 from lightning_batchmem.plan.records import Trial, TrialMemory
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
@@ -120,7 +120,7 @@ def test_without_a_finder_of_the_project_the_data_limit_the_size(finders):
 
 def test_a_finder_of_the_project_keeps_its_options_and_its_policy(finders):
     own = BatchFinder(multiple_of=8, memory_limit=0.5, objective="throughput")
-    own.policy = SearchPolicy(limit_share=0.9)
+    own.policy = SearchPolicy(rehearsal=RehearsalPolicy(limit_share=0.9))
     trainer = quiet_trainer(own)
     result = simulated.search(
         {"self": trainer, "model": torch.nn.Linear(1, 1)},
