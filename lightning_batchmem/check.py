@@ -69,7 +69,7 @@ class StepMemory:
 
 
 class _TensorsOnHost(HostMemory):
-    """The host with endless memory, of which a process holds nothing but tensors of the step.
+    """A host with endless memory, where a process holds nothing but tensors of the step.
 
     So the lines are the same in every process.
     """

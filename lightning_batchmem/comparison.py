@@ -125,7 +125,7 @@ def _numbers(variant: Variant) -> list[float | None]:
 
 
 def _with_ratio(number: float | None, first: float | None, decimals: int) -> str:
-    """The number, and its ratio to that of the first variant."""
+    """The number, and its ratio to the first variant's."""
     if number is None:
         return "-"
     text = f"{number:,.{decimals}f}"
@@ -157,7 +157,7 @@ def compare(
         The results; a variant that failed has its reason.
 
     Raises:
-        ValueError: for an argument out of range, for variants that are no dictionary of
+        ValueError: for an argument out of range, for variants that are not a dictionary of
             dictionaries, and for more than one device.
 
     Example:
@@ -212,7 +212,7 @@ def is_one_device(devices: object) -> bool:
 
 
 def check_one_device(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless these arguments of the Trainer are those of one device."""
+    """Raise a ValueError unless these arguments of the Trainer mean one device."""
     devices = arguments.get("devices", 1)
     nodes = arguments.get("num_nodes", 1)
     if not is_one_device(devices) or nodes != 1:

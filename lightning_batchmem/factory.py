@@ -76,7 +76,7 @@ def _setting() -> str:
 
 
 def _callbacks_of_setting(finder_class: Any, profiler_class: Any) -> list[Any]:
-    """The callbacks that the variable names; its options are those of the first one."""
+    """The callbacks that the variable names; its options go to the first one."""
     word, _, texts = _setting().partition(":")
     classes_by_word = {"profile": [profiler_class], "find": [finder_class, profiler_class]}
     if word not in classes_by_word:

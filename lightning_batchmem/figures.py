@@ -72,7 +72,7 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
         for name, peak_mib in readings.items():
             if peak_mib is not None:
                 peaks[name][step] = max(peak_mib, peaks[name].get(step, peak_mib))
-    # Only an allocator reserves memory; without one a peak is that of the process.
+    # Only an allocator reserves memory; without one a peak is the process's.
     peak = "tensors" if peaks["reserved"] else "process"
     labels = {"reserved": "process", "peak": peak, "validation": f"{peak}, peak of a validation"}
     for name, (style, color) in _STEP_LINES.items():

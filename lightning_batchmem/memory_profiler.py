@@ -62,7 +62,7 @@ class MemoryProfiler(Callback):
             every step.
         snapshot: ``"on_oom"``: if a step runs out of memory on CUDA, write PyTorch's memory
             snapshot into ``log_dir`` (for https://pytorch.org/memory_viz). Recording it costs time
-            and memory of the CPU. A number: write that of the training step with this number, from
+            and memory of the CPU. A number: write it in the training step with this number, from
             0, and record it in this step only.
         modules: whether to divide the peak of one steady training step among the modules, by what
             they own and what autograd saves for them. That step takes somewhat longer. The training
@@ -330,7 +330,7 @@ class MemoryProfiler(Callback):
             plan = None
         else:
             if plan is not self._plan:
-                # Steps of its search are no part of the run.
+                # The run does not include the steps of its search.
                 self._restart_peak()
             self._plan = plan
         device_memory = self._device_memory

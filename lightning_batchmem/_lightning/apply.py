@@ -195,7 +195,7 @@ class CheckpointPlan:
     Args:
         plan: the plan.
         limit_bytes: the limit now, of the rank with the least.
-        changes: how device and limit differ from those of the plan.
+        changes: how device and limit differ from the plan's.
     """
 
     plan: Plan
@@ -230,7 +230,7 @@ class CheckpointPlan:
             accumulate_grad_batches=accumulate,
             ranks=ranks,
             effective_batch_size=batch_size * accumulate * ranks,
-            # The Trainer may have other limits than that of the checkpoint.
+            # The Trainer may have other limits than the checkpoint's.
             trainer_settings=settings_in_batches(
                 trainer,
                 ratio,
@@ -265,7 +265,7 @@ def plan_to_continue(
             f"the plan of BatchFinder in the checkpoint cannot be read ({error})."
             " search_on_resume=True searches again."
         ) from error
-    # One rank may differ, and the limit in a plan is that of the rank with the least.
+    # One rank may differ, and the limit in a plan is the lowest of all ranks.
     devices, limits_bytes = zip(*devices_and_limits, strict=True)
     limit_bytes = min(limits_bytes)
     changes = changes_since(plan, devices[0], limit_bytes)

@@ -21,7 +21,7 @@ from lightning_batchmem.plan.recipe import RAISED_RATIO
 from lightning_batchmem.plan.records import Bound, SizeLimit
 from lightning_batchmem.plan.sizes import largest_where
 
-# The batches within a budget are counted at most so often to find one bound.
+# How often the batches within a budget are counted, at most, to find one bound.
 _MOST_COUNTS = 12
 
 # Budgets are searched until they differ by less than this share, as sizes are rounded.
@@ -110,7 +110,7 @@ def training_bounds(
     Args:
         trainer: the Trainer.
         loaders: the loaders of the training.
-        validation: those of the validation; ``None`` for none.
+        validation: the loaders of the validation; ``None`` for none.
         options: the arguments of BatchFinder.
         policy: the numbers that steer the search.
         project_size: the size of the project; ``None`` where it is not known, or a placeholder.

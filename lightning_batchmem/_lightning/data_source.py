@@ -93,7 +93,7 @@ class DataSource:
     def set_attributes_of_hook(self) -> None:
         """Set what the hook has set on its owner, after the owner was restored.
 
-        Steps may read it, such as a data set that is made in the hook. A number may be that of
+        Steps may read it, such as a data set that is made in the hook. A number may be the one of
         another batch size.
         """
         self._attributes.update(self._set_by_hook)

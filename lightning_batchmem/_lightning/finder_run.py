@@ -55,7 +55,7 @@ class TrainingWatch:
             self._largest_bytes = at_size[-1].memory.largest_batch_bytes
 
     def begin_step(self, trainer: Trainer, batch: object) -> None:
-        """Compare what is in use, and the batch, with those of the search."""
+        """Compare what is in use, and the batch, with the search's."""
         if self._start_bytes > 0:
             value_or_none("What memory the training begins with", self._check_start, trainer, batch)
             self._start_bytes = 0

@@ -51,7 +51,7 @@ def project_recipe(
         setting: the batch size of the project, and where it is set.
         loaders: the loaders of the training.
         options: the arguments of BatchFinder.
-        learning_rate: that of :func:`learning_rate_to_scale`.
+        learning_rate: the result of :func:`learning_rate_to_scale`.
         earlier: the plan of a fit in this process that has set this size; ``None`` for none.
         ranks: the processes that train together.
 
@@ -251,7 +251,7 @@ def schedule_notes(trainer: Trainer, before: Recipe, after: Recipe) -> list[str]
     Args:
         trainer: the Trainer, whose optimizers are configured for the training.
         before: the optimizer steps of the project before the search.
-        after: those of the training.
+        after: the optimizer steps of the training.
     """
     if before.num_steps is None or after.num_steps is None:
         return []

@@ -37,7 +37,7 @@ class ProjectAttribute:
     """An attribute of a project, which may not exist: everything to which a path leads.
 
     Without a dot it is what Lightning's ``lightning_setattr`` sets; the last value is read, as by
-    ``lightning_getattr``. The methods for the size are those of every :data:`SizePlace`.
+    ``lightning_getattr``. Every :data:`SizePlace` has the methods for the size.
 
     Args:
         trainer: the Trainer.

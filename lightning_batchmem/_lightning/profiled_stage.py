@@ -153,7 +153,7 @@ def _samples_of(loader: object, *, begins_again: bool) -> _LoaderSamples:
 class WatchedCalls:
     """Calls functions at the moments of a stage that limit the time of its steps.
 
-    The hooks of a callback come too late: those of other callbacks may have run before.
+    The hooks of a callback come too late: other callbacks may have run before.
 
     Args:
         trainer: the Trainer, in the stage.
@@ -245,7 +245,7 @@ def logging_step(trainer: Trainer) -> int:
 def logs_now(trainer: Trainer, step: int) -> bool:
     """Whether values of ``self.log`` reach the loggers after the current batch.
 
-    The step is that of :func:`logging_step`.
+    The step is the one of :func:`logging_step`.
 
     The rule is that of ``update_train_step_metrics`` and ``should_update_logs`` in Lightning's
     ``_LoggerConnector``. It is written out because it is needed in every step.

@@ -270,7 +270,7 @@ class TrainingProgram(StageProgram):
         return self._clean_start.search_callback.largest_batch_bytes
 
     def longest_sample_note(self, plan: Plan, project_size: int | None, ranks: Ranks) -> str:
-        """A sentence about a size that the longest samples keep below that of the project."""
+        """A sentence about a size that the longest samples keep below the project's."""
         # The samples of this rank may be others.
         note = ranks.exchange(self.training.batches.longest_sample_note(plan.batch_size))[0]
         is_smaller = plan.batch_size < (project_size or 0)
@@ -360,7 +360,7 @@ class TrainingProgram(StageProgram):
         freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
         for hook in ("on_fit_start", "on_train_start"):
             call_module_hook(trainer, hook)
-        # Lightning calls the hook of the callbacks before that of the module, which may read what
+        # Lightning calls the hook of the callbacks before the module's, which may read what
         # they have unfrozen. What the user's function makes would be lost in this hook.
         self._state.unfreeze(self._most_epochs)
         call_module_hook(trainer, "on_train_epoch_start")

@@ -84,7 +84,7 @@ def steps_are_collective(trainer: Trainer) -> bool:
 
 
 def outer_module(trainer: Trainer) -> Module:
-    """The module with all state of a step: under FSDP1 the wrapper around that of the user.
+    """The module with all state of a step: under FSDP1 the wrapper around the user's.
 
     The first step makes this wrapper the root of the sharded modules in it. If only the modules
     went back to the state before, the next step would make each of them a root, and a root keeps

@@ -440,7 +440,7 @@ class TrainerSearch:
         )
 
     def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
-        """The plan with the place of its size, and a note where that of the project changes."""
+        """The plan with the place of its size, and a note where the project's changes."""
         attribute = setting.place.attribute
         if attribute is not None and attribute.exists and attribute.value != plan.batch_size:
             old_values = (

@@ -37,7 +37,7 @@ def ran_through(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
-    """Sizes whose peak lies above that of a larger size.
+    """Sizes with a higher peak than a larger size.
 
     A library may take a larger workspace at a smaller size.
     """
@@ -68,7 +68,7 @@ def fit_memory(trials: Iterable[Trial]) -> MemoryModel | None:
     if _is_flat(ran):
         needed_bytes = {trial.batch_size: trial.memory.needed_bytes for trial in ran}
         return MemoryModel({"forward": _line(needed_bytes, ON_ONE_LINE_SHARE)})
-    # The resident set is no exact count of live bytes, so a bend of it is noise.
+    # The resident set does not count live bytes exactly, so its bend is noise.
     is_exact = all(trial.memory.is_exact for trial in ran)
     largest_residual_share = ON_ONE_LINE_SHARE if is_exact else math.inf
     lines = {}

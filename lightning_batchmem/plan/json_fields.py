@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 def to_json(value: DataclassInstance) -> str:
-    """Return a data class as JSON, of which :func:`from_json` makes an equal one.
+    """Return a data class as JSON; :func:`from_json` makes an equal one from it.
 
     Its texts are printable then.
     """
@@ -60,7 +60,7 @@ def to_json(value: DataclassInstance) -> str:
 def from_json(kind: type[T], text: str) -> T:
     """Return the data class that JSON describes.
 
-    Keys that are no fields are ignored, because another version may have written them. Texts may
+    Keys that are not fields are ignored, because another version may have written them. Texts may
     reach a terminal, so they become printable.
 
     Args:
@@ -97,7 +97,7 @@ def _value(annotation: Any, data: Any) -> Any:
         return annotation(**known)  # type: ignore[operator]
     origin = get_origin(annotation)
     arguments = get_args(annotation)
-    # The only unions are those of a type and None.
+    # Each union is of a type and None.
     if origin is UnionType:
         return None if data is None else _value(arguments[0], data)
     if origin is tuple:
@@ -122,7 +122,7 @@ def _value(annotation: Any, data: Any) -> Any:
 def _check_type(data: Any, *types: type) -> None:
     # A Boolean is an integer to Python, but not in JSON.
     if not isinstance(data, types) or (isinstance(data, bool) and bool not in types):
-        raise TypeError(f"{data!r} is no {types[0].__name__}")
+        raise TypeError(f"{data!r} is not a {types[0].__name__}")
     # Bytes and sizes are smaller. Python cannot compute with larger integers and floats together.
     if isinstance(data, int) and abs(data) >= 2**63:
         raise TypeError(f"{data} is too large")

@@ -73,7 +73,7 @@ class SearchLimits:
         missing_bytes: by how much the process and the gradients exceed the limit of the host before
             the first batch; 0 on a device.
         fragmented_bytes: bytes below the limit that stay free where batches of ever new shapes
-            fragment the cache of the allocator so much that it is released; 0 where they do not.
+            fragment the cache of the allocator until it is released; 0 where they do not.
         is_host: whether exceeding the limit ends the process without an error.
         steps_are_collective: whether ranks take every step together.
         has_expandable_segments: whether the segments of every rank's allocator can grow: under the

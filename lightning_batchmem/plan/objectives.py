@@ -25,7 +25,7 @@ _MOST_PREDICTED = 2**20
 
 
 class SearchObjective(Protocol):
-    """What a search looks for. All methods get the trials so far, of which at least one ran."""
+    """What a search looks for. All methods get the trials so far; at least one of them ran."""
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next size to probe; None if the rehearsals can begin."""
@@ -43,7 +43,7 @@ class Largest:
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next small size to probe; None if the lines of the probes are known.
 
-        The second size is that of the project, or four times the first where the project has no
+        The second size is the project's, or four times the first where the project has no
         larger one that is certain to fit. The third one is a jump to half of the size of the first
         rehearsal, by steps of four times the size where no error can be caught. If it fails, sizes
         between follow, until a size that ran and one that failed are as close as the first two.

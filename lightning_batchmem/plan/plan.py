@@ -25,13 +25,13 @@ class Plan:
         device: where it was measured, such as ``"NVIDIA H100 80GB HBM3"``, or ``"host"``
             for a CPU.
         recipe: the optimizer steps of the training; the default for an evaluation.
-        project_recipe: those of the project before the search; ``None`` where there was none, as in
+        project_recipe: the project's before the search; ``None`` where there was none, as in
             an evaluation.
         notes: remarks on the training and on the search, each with its kind; see
             :data:`~lightning_batchmem.plan.notes.NoteKind`.
         parameters: the number of parameters, which has to be the same before
             ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. Under
-            FSDP1 it is that of the first rank's shard.
+            FSDP1 it counts the first rank's shard.
         budget_name: the attribute that ``batch_size`` is a value of, where it is a budget within
             which loaders form their own batches, such as ``"max_tokens"``. All sizes are budgets
             then, and throughput is in items. ``None``: sizes are in samples.
@@ -170,7 +170,7 @@ class Plan:
     def ranks(self) -> int:
         """How many processes searched together.
 
-        Peaks are the highest of them, and times those of the slowest.
+        Peaks are of the rank with the highest, and times of the slowest.
         """
         return self.recipe.ranks
 

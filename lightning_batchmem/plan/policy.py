@@ -21,7 +21,7 @@ class BudgetPolicy:
     """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
     fragment memory."""
     shrinking_share: float = 0.3
-    """A search over a budget begins at that of the project, divided by 4 as long as this leaves at
+    """A search over a budget begins at the project's, divided by 4 as long as this leaves at
     most this share of the largest batch. Source: A quarter is expected, and more is left where
     single samples fill the budget."""
     differing_share: float = 0.1
@@ -54,7 +54,7 @@ class ReadingPolicy:
     """The samples, or the batches that are kept, take at most this share of the free memory.
     Source: The steps need the rest."""
     max_draws: int = 1_000
-    """Random batches of which the largest is used where batches concatenate samples. Source: A
+    """Where batches concatenate samples, the largest of this many random batches is used. Source: A
     training of 1,000 steps has about as many."""
     max_drawn_sizes: int = 1_000_000
     """Samples in all of these batches, at most. Source: Sums of large batches hardly differ."""
@@ -96,7 +96,7 @@ class RehearsalPolicy:
     """The search ends when a size that passed and one that failed differ by at most this share.
     Source: Below the difference of `first_share` and `most_share`."""
     max_errors: int = 3
-    """After so many rehearsals that ran out of memory, the search ends with a size that passed.
+    """After this many rehearsals that ran out of memory, the search ends with one that passed.
     Source: It bounds the time of a search."""
 
 
@@ -111,8 +111,8 @@ class StepPolicy:
     """The same of a rehearsal; a retry of the allocator in them does not count. Source: The second
     step places its blocks beside the optimizer states."""
     timed_steps: int = 3
-    """Timed steps of a measurement whose times count, at least. Source: The median of three is
-    not that of a single slow step."""
+    """Timed steps of a measurement whose times count, at least. Source: The median of three
+    leaves out a single slow step."""
     timed_seconds: float = 0.25
     """More steps are timed until all of them have taken this time. Source: Other
     work on a shared machine often slows down all steps of a tenth of a second."""
@@ -121,7 +121,7 @@ class StepPolicy:
     them find trainings that run out of memory in later steps. With two, 2 of 36 trainings do
     with expandable segments."""
     more_steady_steps: int = 15
-    """More of them where peaks differ or steps draw random numbers, repeated until so many have
+    """More of them where peaks differ or steps draw random numbers, repeated until as many have
     drawn and none needs more. Source: Random depth or image size."""
 
 

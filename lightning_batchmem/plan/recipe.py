@@ -12,10 +12,10 @@ from lightning_batchmem.plan.options import LearningRateScaling, Objective, Unit
 from lightning_batchmem.plan.records import Speed
 
 RAISED_RATIO = 1.5
-"""By default the size is raised to at most this multiple of that of the project.
+"""By default the size is raised to at most this multiple of the project's.
 
 Source: `python -m benchmarks.no_harm_rules`. At an unchanged rate the losses of 0 of 16 small
-trainings got worse by more than those of five seeds differ; at twice the size of 4 of 16.
+trainings got worse by more than five seeds differ; at twice the size of 4 of 16.
 """
 
 # Nobody minds a search of this time.

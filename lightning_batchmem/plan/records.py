@@ -73,8 +73,8 @@ class Growth:
         batch_bytes: bytes of tensors that each batch adds, at the size that was run.
         batches: the batches over which they add up; ``None`` if their number is unknown.
         batches_run: batches that a rehearsal kept together, so that there was room for them.
-        is_of_epoch: whether the batches are those of an epoch, because something at its end may
-            free memory, and not those of the training.
+        is_of_epoch: whether the batches are an epoch's, because something at its end may free
+            memory, and not the whole training's.
         is_of_validation: whether steps of an evaluation keep them, also in a training.
     """
 
@@ -86,12 +86,12 @@ class Growth:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes in the end; those of very many batches if their number is unknown."""
+        """The bytes in the end; for very many batches if their number is unknown."""
         batches = _MANY_BATCHES if self.batches is None else self.batches
         return batches * self.batch_bytes
 
     def needed_bytes(self, trial: Trial, batch_size: int) -> float:
-        """The least that steps need while these bytes are kept, at a size up to that of a trial.
+        """The least that steps need while these bytes are kept, at a size up to a trial's.
 
         What the end of a validation frees is not kept in training steps, which may need more.
         """
@@ -174,7 +174,7 @@ class TrialMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes that this process took; those of tensors where it is not known."""
+        """Most bytes that this process took; the bytes of tensors where it is not known."""
         return self.peak_bytes if self.held_peak_bytes is None else self.held_peak_bytes
 
     @property
@@ -223,7 +223,7 @@ class Trial:
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
             without the making of its batch; ``None`` when none was completed.
         samples_per_second: throughput of this rank, from median steps; under gradient
-            accumulation that of a whole optimizer step. ``None`` likewise.
+            accumulation the throughput of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
         notes: what could not be measured.
@@ -355,7 +355,7 @@ class MemoryModel:
         return max(line.at(batch_size) for line in self.lines.values())
 
     def size_at(self, limit_bytes: float) -> float:
-        """The size at which the first line reaches so many bytes; ``inf`` if none grows."""
+        """The size at which the first line reaches this many bytes; ``inf`` if none grows."""
         growing = [line for line in self.lines.values() if line.slope > 0]
         return min(
             ((limit_bytes - line.intercept) / line.slope for line in growing), default=math.inf
@@ -387,7 +387,7 @@ class Chosen:
         batch_size: the size in samples.
         limited_by: what limits it.
         why: a clause: why this size. Further sentences may follow it.
-        notes: remarks on the lines and the allocator, until they are those of a plan.
+        notes: remarks on the lines and the allocator, until a plan has them.
         is_verified: whether a rehearsal passed at exactly this size.
         fastest_batch_size: the smallest size near the best throughput that was measured; ``None``
             if no step was timed.

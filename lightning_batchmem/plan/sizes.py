@@ -66,7 +66,7 @@ def accumulated_batches(batch_size: int, limits: SearchLimits) -> int:
 def size_range(limits: SearchLimits) -> tuple[int, int]:
     """Smallest and largest size that the rounding allows.
 
-    The first is the larger one when there is no such size.
+    The range is empty (first > second) if no size is allowed.
     """
     lowest = _nearest(max(1, limits.min_batch_size), limits, up=True)
     highest = rounded(limits.max_batch_size, limits)

@@ -129,7 +129,7 @@ def _known_sizes(plan: Plan) -> str:
     """The largest size that fits and the fastest size, and how each of them is known."""
     largest = plan.largest_batch_size or plan.batch_size
     verified = _rehearsed_sizes(plan)
-    # What later steps keep may not fit, and a simulated GPU is no proof.
+    # What later steps keep may not fit, and a simulated GPU proves nothing.
     rehearsed = "verified" if plan.verified else "rehearsed"
     how_known = rehearsed if largest in verified else "predicted"
     if plan.chosen.state:

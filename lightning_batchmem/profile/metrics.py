@@ -59,7 +59,7 @@ class LoggerMetrics:
         times = totals.times
         ranks = self.world_size
         reading = interval.reading
-        # Only an allocator reserves memory; without one a peak is that of the process.
+        # Only an allocator reserves memory; without one a peak is the process's.
         has_tensors = totals.peak_reserved_bytes is not None
         process_bytes = totals.peak_reserved_bytes if has_tensors else totals.peak_bytes
         known: dict[str, float | None] = {

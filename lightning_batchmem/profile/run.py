@@ -193,7 +193,7 @@ class Run:
         return self._recorder.steady
 
     def leave(self) -> None:
-        """Note that the last step of an evaluation has ended, and what follows is no step."""
+        """End the last step of an evaluation; what follows is not a step."""
         self._recorder.leave()
 
     def end_step(self, trainer: Trainer, batch: PlacedBatch) -> None:

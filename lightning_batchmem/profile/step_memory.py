@@ -110,7 +110,7 @@ class StepMemory:
 
         Args:
             batch: its batch.
-            is_of_run: whether it is no step of a validation within a training.
+            is_of_run: False for a validation step inside a training.
             reads_each: whether it is read before all steps, since hooks of the user run there.
         """
         self.start_bytes = None
@@ -171,7 +171,7 @@ class StepMemory:
         peak_bytes, self.last_start_bytes = held
         if self._growth is not None:
             self._growth.add(self.last_start_bytes, self._after_step or 0)
-        # Without a restart it is known only where it is above that of the step.
+        # Without a restart it is known only where it is above the peak of the step.
         of_step = self._peak
         if self._is_watched or of_step is None or peak_bytes > of_step.allocated_bytes:
             self.before_bytes = max(peak_bytes, self.before_bytes or 0)

@@ -126,7 +126,7 @@ def load_plan(plan: Plan | str | Path) -> Plan:
 
 
 def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:
-    """A clause for each of device and limit that differs from that of the plan."""
+    """A clause for each of device and limit that differs from the plan's."""
     changes = []
     # The real device has another name.
     if device != plan.device and not plan.simulated:
@@ -179,7 +179,7 @@ def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tupl
         largest_batch_size=plan.largest_batch_size,
     )
     earlier = [
-        # Times of another process cannot be compared with those of this one.
+        # Times of another process cannot be compared with times of this one.
         replace(t, step_seconds=None, samples_per_second=None)
         for t in plan.trials
         if (t.batch_size, t.kind) != (size, "rehearsal") and not plan.simulated

@@ -88,8 +88,8 @@ class Steps:
 
         Args:
             batch_size: its samples.
-            index: its number; under gradient accumulation that of a micro batch.
-            other_lengths: whether it has samples of other sizes, if they differ, and is no larger.
+            index: its number; under gradient accumulation the number of a micro batch.
+            other_lengths: whether it has samples of other sizes, if they differ, and is not larger.
         """
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class Program:
         device: the device of the weights.
         module: the network whose gradients and weights are measured.
         training: the training steps; ``None`` in an evaluation.
-        evaluation: the steps of the evaluation; in a training those of its validation, or ``None``.
+        evaluation: the steps of the evaluation; of the validation in a training; or ``None``.
         evaluates_first: whether some steps of the evaluation come before the first training step.
         steps_are_collective: whether every step needs all ranks.
         is_ragged: whether batches of one size have other shapes again and again.

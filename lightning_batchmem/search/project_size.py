@@ -16,7 +16,7 @@ from lightning_batchmem.search.trial import TrialRunner
 
 @dataclass(frozen=True)
 class ProjectSize:
-    """Compares the chosen size with that of the project.
+    """Compares the chosen size with the project's.
 
     Args:
         program: the training program.

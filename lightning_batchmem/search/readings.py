@@ -67,7 +67,7 @@ class CallSeconds(NamedTuple):
     def of_optimizer_step(self, accumulate_grad_batches: int) -> float | None:
         """The median time of a full step of this many calls; None if no call was timed.
 
-        The shortest time would favour small sizes. They have many quick steps, of which one fits
+        The shortest time would favour small sizes. They have many quick steps, and one of them fits
         between two turns of another process, and a long step is always interrupted.
         """
         if not self.all:

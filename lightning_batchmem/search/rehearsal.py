@@ -37,7 +37,7 @@ Source: otherwise they have 7 to 25 and more, and would cost as much as such a t
 """
 
 STEPS_THAT_FOLLOW = 3
-"""Steps that a training has after the steady ones: the last batch, and those of the next epoch."""
+"""Steps that a training has after the steady ones: the last batch, and some of the next epoch."""
 
 MOST_REPEATS = 4
 """More steady steps are run at most this often."""
@@ -92,7 +92,7 @@ def rehearse(
         consecutive.run_others()
         peaks = step_peaks(steady)
         before_bytes = min(peaks)
-        # On the host these peaks are those of the resident set, which do not count.
+        # On the host these are peaks of the resident set, which do not count.
         if meter.device.reports_requested_bytes and not is_fragmented:
             for _ in range(MOST_REPEATS):
                 # Depth or size of the images may be random, and some draw it every tenth step.
@@ -124,7 +124,7 @@ def rehearse(
                 _measure_growth(meter, consecutive, evaluation, batch_size)
         _run(meter, evaluation, evaluation.last_batch_size(batch_size), 1)
     if program.training is not None:
-        # No epoch follows that of an evaluation.
+        # No epoch follows an evaluation's.
         _run(meter, primary, batch_size, 1)
 
 

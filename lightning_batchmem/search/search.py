@@ -45,8 +45,7 @@ _SMALLER_VALIDATION = (
     " smaller in val_dataloader."
 )
 _MORE_ROOM = (
-    "Most of it is other memory of this process, not that of the step: pass a higher memory_limit,"
-    " or free it."
+    "Most of it is memory of this process outside the step: pass a higher memory_limit, or free it."
 )
 
 
@@ -168,7 +167,7 @@ class BatchSizeSearch:
         return Plan(
             replace(chosen, notes=()),
             self._trials,
-            # The limit of a plan is that of the training.
+            # A plan has the limit of the training.
             limits.limit_bytes + self._room.later_bytes,
             device=self._device,
             recipe=Recipe(
@@ -192,8 +191,8 @@ class BatchSizeSearch:
     def _found(self) -> Chosen:
         """Run sizes until one is chosen; where the project's own does not fit, keep its step.
 
-        The size is timed beside that of the project, except where times mean nothing. Those of an
-        earlier plan are of another run.
+        The size is timed beside the project's, except where times mean nothing. An earlier plan has
+        times of another run.
         """
         self._trials = ()
         why_kept = ""
@@ -257,13 +256,13 @@ class BatchSizeSearch:
         return replace(chosen, is_verified=False), notes
 
     def _room_bytes(self, trial: Trial, growth: Growth, batch_size: int) -> float:
-        """Bytes that a size, at most that of the trial, leaves for what its steps keep."""
+        """Bytes that a size up to the trial's leaves for what its steps keep."""
         # On the host the process may hold several bytes for each live one.
         share = self._policy.rehearsal.host_share if self._limits.is_host else 1
         return share * (self._limits.limit_bytes - growth.needed_bytes(trial, batch_size))
 
     def _size_with_room(self, trial: Trial, growth: Growth) -> int:
-        """The largest size below that of a trial that leaves room for all it keeps; 0 for none."""
+        """The largest size below a trial's that leaves room for all it keeps; 0 for none."""
         program = self._program
         steps = program.evaluation if growth.is_of_validation else program.training
 
@@ -317,7 +316,7 @@ class BatchSizeSearch:
         return chosen
 
     def _run(self, step: NextSize) -> Trial:
-        """Run a trial on all ranks, of which the worst counts."""
+        """Run a trial on all ranks; the worst one counts."""
         self._progress.begin_trial(step, self._trials)
         own_trial = self._runner.run(step.kind, step.batch_size, self._limits)
         if step.kind == "rehearsal":

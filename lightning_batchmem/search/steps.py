@@ -29,7 +29,7 @@ fp16 skips the first steps while it looks for its loss scale.
 
 
 LARGEST_EVERY = 10
-"""Of so many mixed steps the last one has the largest batch, which meets blocks of the others."""
+"""The last of this many mixed steps has the largest batch, which meets blocks of the others."""
 
 COUNTED_STEPS = 2
 """Steps in which live bytes are counted. The first finds everything else that the module holds."""

@@ -316,7 +316,7 @@ def _outcome(
     """The outcome of a trial whose steps have ended without an error."""
     if trial.kind == "rehearsal" and _would_retry(trial, readings, limits):
         return "allocator_retry"
-    # On the host the needed bytes are those of tensors, but the limit is that of the process.
+    # On the host the needed bytes are of tensors, but the limit is of the process.
     needed_bytes = max(trial.memory.needed_bytes, trial.memory.held_bytes)
     if trial.kind == "rehearsal" and trial.batch_size > size_range(limits)[0]:
         # Where a checkpoint had no room beside what the steps left, a training was killed. No size
