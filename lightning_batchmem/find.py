@@ -171,7 +171,7 @@ def find_batch_size_of_loop(
         # The length of an epoch is not known.
         min_steps_per_epoch=None,
     )
-    if objective not in ("memory", "throughput"):
+    if objective in ("auto", "recipe"):
         raise ValueError(
             'objective must be one of "memory", "throughput" for a loop, whose own batch size is'
             f" not known, got {objective!r:.80}"

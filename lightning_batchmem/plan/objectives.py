@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lightning_batchmem.plan.fit import dropped_sizes, ran_through
@@ -16,6 +16,7 @@ from lightning_batchmem.plan.limits import ProjectStep
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
+from lightning_batchmem.plan.recipe import SLOWER_SHARE
 from lightning_batchmem.plan.records import Chosen, LimitedBy, Speed, mib
 from lightning_batchmem.plan.sizes import rounded, size_range
 from lightning_batchmem.plan.trials_so_far import TrialsSoFar
@@ -25,7 +26,14 @@ _MOST_PREDICTED = 2**20
 
 
 class SearchObjective(Protocol):
-    """What a search looks for. All methods get the trials so far; at least one of them ran."""
+    """What a search looks for. Its methods get the trials so far; at least one of them ran."""
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the times of all probes count, and not only their memory."""
+
+    def takes_project_size(self, own: Speed, other: Speed) -> bool:
+        """Return whether the project's size is taken instead of the other one that was found."""
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next size to probe; None if the rehearsals can begin."""
@@ -37,8 +45,21 @@ class SearchObjective(Protocol):
         """Return the size that passed a rehearsal last, with what limits it."""
 
 
+@dataclass(frozen=True)
 class Largest:
-    """The largest size that fits."""
+    """The largest size that fits.
+
+    Args:
+        avoids_slower: whether the project's size is taken if the largest one is slower.
+    """
+
+    avoids_slower: bool = False
+    needs_times = False
+
+    def takes_project_size(self, own: Speed, other: Speed) -> bool:
+        """Return whether the project's size is taken instead of the other one that was found."""
+        ratio = other.samples_per_second / own.samples_per_second
+        return self.avoids_slower and ratio < 1 - SLOWER_SHARE
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next small size to probe; None if the lines of the probes are known.
@@ -119,6 +140,12 @@ class Largest:
 class Fastest:
     """The smallest size near the best throughput."""
 
+    needs_times = True
+
+    def takes_project_size(self, own: Speed, other: Speed) -> bool:
+        """Return whether the other size, which was found, is not clearly faster."""
+        return other.samples_per_second / own.samples_per_second <= 1 + SLOWER_SHARE
+
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next size to time: twice the last one, until throughput no longer rises."""
         policy = known.policy
@@ -164,7 +191,9 @@ class Fastest:
 
 def objective_of(options: SearchOptions) -> SearchObjective:
     """Return the objective that the user has named."""
-    return Fastest() if options.objective == "throughput" else Largest()
+    if options.objective == "throughput":
+        return Fastest()
+    return Largest(avoids_slower=options.objective == "auto")
 
 
 # No formula predicts a throughput. On the host it falls where the C library begins to map blocks in

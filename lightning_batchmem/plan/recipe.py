@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.options import LearningRateScaling, Objective, Unit
+from lightning_batchmem.plan.options import LearningRateScaling, Unit
 from lightning_batchmem.plan.records import Speed
 
 RAISED_RATIO = 1.5
@@ -251,20 +251,6 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
         f'{text}. For {listed}, lr_scaling="{rule}" multiplies the rate by {factor:,.4g}:'
         ' see "Choosing a batch size" in the documentation.'
     )
-
-
-def takes_project_size(objective: Objective, own: Speed, other: Speed) -> bool:
-    """Whether the size of the project is taken instead of the other one, because of the speeds.
-
-    Args:
-        objective: what the search looks for.
-        own: the throughput at the size of the project.
-        other: that at the size that was found.
-    """
-    ratio = other.samples_per_second / own.samples_per_second
-    if objective == "auto":
-        return ratio < 1 - SLOWER_SHARE
-    return objective == "throughput" and ratio <= 1 + SLOWER_SHARE
 
 
 def slower_note(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) -> str:

@@ -170,7 +170,7 @@ class TrialMeter:
 
 def _module_counter(program: Program, other_bytes: int) -> LiveStorages:
     """A counter that begins with the tensors of the module, and with this many other bytes."""
-    counter = LiveStorages(other_bytes)
+    counter = LiveStorages(other_bytes, program.device.type)
     counter.track([*program.module.parameters(), *program.module.buffers()])
     # Steps may fill a memory bank that none of them reads.
     attributes = [

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_batchmem.plan.limits import SearchLimits
-from lightning_batchmem.plan.recipe import COPIES, loss_note, takes_project_size
+from lightning_batchmem.plan.objectives import objective_of
+from lightning_batchmem.plan.recipe import COPIES, SLOWER_SHARE, loss_note
 from lightning_batchmem.plan.records import Chosen, NextSize, Speed, Trial
 from lightning_batchmem.plan.sizes import accumulated_batches, is_allowed
 from lightning_batchmem.search.program import Program
@@ -57,13 +58,13 @@ class ProjectSize:
         if not (own.samples_per_second and other.samples_per_second):
             return chosen
         chosen = replace(chosen, speeds=(own, other))
-        objective = limits.options.objective
-        if not takes_project_size(objective, own, other):
+        if not objective_of(limits.options).takes_project_size(own, other):
             return chosen
         trial = run(NextSize(project_size, "rehearsal"))
         if trial.outcome != "ok":
             return chosen
-        how = "ran slower" if objective == "auto" else "did not run clearly faster"
+        is_slower = other.samples_per_second < (1 - SLOWER_SHARE) * own.samples_per_second
+        how = "ran slower" if is_slower else "did not run clearly faster"
         why = f"it is the size of the project, and {limits.unit.size(size)} {how}."
         return replace(chosen, batch_size=project_size, limited_by="throughput", why=why)
 

@@ -13,6 +13,7 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.notes import Note
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Outcome, Trial, TrialKind, TrialMemory
 from lightning_batchmem.plan.sizes import accumulated_batches, size_range
@@ -224,7 +225,7 @@ class TrialRunner:
     def _probe(self, meter: TrialMeter, batch_size: int, limits: SearchLimits) -> None:
         """Run a few steps and measure the peak of each phase."""
         policy = self._policy
-        times_count = limits.options.objective == "throughput"
+        times_count = objective_of(limits.options).needs_times
         num_timed = policy.steps.timed_steps if times_count else 1
         # The user's steps may exchange data between ranks, in later steps only.
         seconds = policy.steps.timed_seconds if times_count and self._ranks.size == 1 else 0.0

@@ -1,8 +1,9 @@
-"""Which size is the fastest of those that were measured."""
+"""Which size is the fastest that was measured, and when the project's size is taken instead."""
 
 import pytest
 
-from lightning_batchmem.plan.objectives import fastest, num_flat_sizes
+from lightning_batchmem.plan.objectives import fastest, num_flat_sizes, objective_of
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.records import Speed, Trial, TrialMemory
 from lightning_batchmem.plan.trials_so_far import measured_speeds
@@ -47,3 +48,21 @@ def test_the_smallest_size_near_the_best_is_the_fastest():
 )
 def test_sizes_without_a_rise_are_counted_from_the_largest(measured, flat_sizes):
     assert num_flat_sizes(measured, POLICY) == flat_sizes
+
+
+@pytest.mark.parametrize(
+    ("objective", "speed", "takes_own"),
+    [
+        ("auto", 84, True),
+        ("auto", 86, False),
+        ("recipe", 84, False),
+        ("memory", 10, False),
+        ("throughput", 115, True),
+        ("throughput", 116, False),
+    ],
+)
+def test_the_own_size_is_taken_where_the_other_is_slower(objective, speed, takes_own):
+    own = Speed(16, 100.0)
+    sought = objective_of(SearchOptions(objective=objective))
+    assert sought.takes_project_size(own, Speed(64, float(speed))) is takes_own
+    assert sought.needs_times is (objective == "throughput")

@@ -15,7 +15,6 @@ from lightning_batchmem.plan.recipe import (
     rounded_step_note,
     slower_note,
     step_ratio,
-    takes_project_size,
     training_text,
 )
 from lightning_batchmem.plan.records import Speed
@@ -240,22 +239,6 @@ def test_where_the_project_steps_its_optimizers_batches_are_compared():
     before = Recipe(effective_batch_size=32, counts_batches=True, optimizer_names=("SGD",))
     note = learning_rate_note(before, replace(before, effective_batch_size=48), Unit())
     assert note.startswith("A batch has 48 samples instead of 32 at the same learning rate, so")
-
-
-@pytest.mark.parametrize(
-    ("objective", "speed", "takes_own"),
-    [
-        ("auto", 84, True),
-        ("auto", 86, False),
-        ("recipe", 84, False),
-        ("memory", 10, False),
-        ("throughput", 115, True),
-        ("throughput", 116, False),
-    ],
-)
-def test_the_own_size_is_taken_where_the_other_is_slower(objective, speed, takes_own):
-    own = Speed(16, 100.0)
-    assert takes_project_size(objective, own, Speed(64, float(speed))) is takes_own
 
 
 def test_a_slower_size_is_one_warning():
