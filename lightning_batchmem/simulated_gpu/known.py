@@ -1,14 +1,10 @@
-"""What is known about the memory of a device whose kernels do nothing.
+"""What is known about the memory of a device whose kernels do nothing, and how it is computed.
 
-Device memory is host memory on the stub of the CUDA runtime. A storage on it is in one of three
-states, which is an attribute of the storage and ends with it:
-
-- ``WRITTEN``: its bytes are the values that a real device would hold;
-- ``Uniform``, certain: each of its elements is this number, but its bytes are not written yet, so
-  that large blocks of zeros touch no memory;
-- ``Uniform``, not certain, or no state: the values are unknown. The number stands for all of them.
-  Fresh memory is of this kind, since a kernel that is not an operator of torch may write to it; but
-  it becomes known when an operator writes known values to a part of it.
+Device memory is host memory on the stub of the CUDA runtime. The values of a storage are known if
+its bytes are those that a real device would hold. Of an unknown storage one number stands for all
+elements: 1.0 for floats, 0 for whole numbers, or what an operator says (``unknown.py``). For masks
+it is 1 if all elements are true, 0 if none is, and 0.5 if some are. What is known is an attribute
+of the storage, and ends with it.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
 only.
@@ -17,9 +13,9 @@ only.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,84 +26,14 @@ EXACT_BYTES = 1024 * MIB
 FLOAT_BYTES = 64 * MIB
 """The same for other numbers, whose work is larger: random masks, boxes and positions."""
 EAGER_BYTES = 64 * 1024
-"""Uniform memory up to this size is written at once, so that reads inside of torch find it."""
-EAGER_FLOATS = 1
-"""The same for unknown floats: only numbers are read."""
+"""Unknown whole numbers up to this size are written, so that reads inside of torch find them."""
 UNREAD_BYTES = 4 * MIB
 """Floats of unknown value above this size are not written where they are copied to the host."""
 
-Number = bool | int | float | None
-"""None is a mask of which some elements are true, and others are not."""
+Number = bool | int | float
 
-
-@dataclass(slots=True)
-class Uniform:
-    """A number that stands for all elements of a storage."""
-
-    number: Number
-    is_certain: bool = False
-    is_fresh: bool = False
-    was_read: bool = False
-    # A shape was made of this mask, and the line is named.
-    was_named: bool = False
-
-    def is_named_now(self) -> bool:
-        """Note that the line is named; False if it was before."""
-        is_first = not self.was_named
-        self.was_named = True
-        return is_first
-
-
-class Written:
-    """The state of a storage whose bytes are the values of a real device."""
-
-
-WRITTEN: Final = Written()
-State = Written | Uniform
-
-
-def state_of(tensor: Tensor) -> State:
-    """What is known about the storage of a tensor; a new guess if nothing is."""
-    if tensor.layout is not torch.strided:
-        return Uniform(neutral_number(tensor.dtype))
-    storage = tensor.untyped_storage()
-    found: State | None = storage.__dict__.get("_simulated_state")
-    if found is None:
-        found = Uniform(neutral_number(tensor.dtype))
-        storage.__dict__["_simulated_state"] = found
-    return found
-
-
-def has_state(tensor: Tensor) -> bool:
-    """Whether an operator that was watched has made this tensor, or written to it."""
-    is_strided = tensor.layout is torch.strided
-    return is_strided and "_simulated_state" in tensor.untyped_storage().__dict__
-
-
-def set_state(tensor: Tensor, state: State) -> None:
-    """Replace what is known about the whole storage of a tensor."""
-    if tensor.layout is not torch.strided:
-        return
-    if isinstance(state, Uniform) and _is_eager(tensor, state):
-        host_view(tensor).fill_(_filling(state.number))
-        if state.is_certain:
-            state = WRITTEN
-    tensor.untyped_storage().__dict__["_simulated_state"] = state
-
-
-def _is_eager(tensor: Tensor, state: Uniform) -> bool:
-    """Whether the number of a storage is written at once."""
-    if state.is_fresh or tensor.nbytes > EAGER_BYTES or not covers_its_storage(tensor):
-        return False
-    is_often_read = state.is_certain or is_exact(tensor.dtype)
-    return is_often_read or tensor.numel() <= EAGER_FLOATS
-
-
-def is_writable(tensor: Tensor) -> bool:
-    """Whether known values may be written to a part of its storage."""
-    state = state_of(tensor)
-    is_fresh = isinstance(state, Uniform) and state.is_fresh
-    return is_storage_small(tensor) and (is_fresh or is_known(tensor))
+# With the library of the simulated GPU.
+_PROCESS = ctypes.CDLL(None)
 
 
 def is_known(tensor: Tensor) -> bool:
@@ -115,10 +41,67 @@ def is_known(tensor: Tensor) -> bool:
     if not tensor.is_cuda:
         return True
     # A lazily conjugated or negated tensor has other values than its bytes.
-    if is_parameter(tensor) or tensor.is_conj() or tensor.is_neg():
+    if not _is_strided(tensor) or is_parameter(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
-    state = state_of(tensor)
-    return state is WRITTEN or (isinstance(state, Uniform) and state.is_certain)
+    return tensor.untyped_storage().__dict__.get("_number", 0) is None
+
+
+def has_state(tensor: Tensor) -> bool:
+    """Whether an operator that was watched has made this tensor, or written to it."""
+    return _is_strided(tensor) and "_number" in tensor.untyped_storage().__dict__
+
+
+def make_known(tensor: Tensor, values: Tensor | None = None) -> Tensor:
+    """Note that the values of a tensor are known, and write them where they are given."""
+    if values is not None and tensor.numel() > 0:
+        host_view(tensor).copy_(values)
+    tensor.untyped_storage().__dict__["_number"] = None
+    return tensor
+
+
+def fill(tensor: Tensor, value: int) -> None:
+    """Make each byte of a tensor known. Zeros touch no memory of the host."""
+    storage = tensor.untyped_storage()
+    address, size = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
+    _PROCESS.cudaMemset(address, value, size)
+    make_known(tensor)
+
+
+def mark_unknown(tensor: Tensor, number: Number | None = None) -> Tensor:
+    """Note that unknown values were written to a tensor; by default the neutral number."""
+    if not _is_strided(tensor):
+        return tensor
+    number = neutral_number(tensor.dtype) if number is None else number
+    tensor.untyped_storage().__dict__["_number"] = number
+    is_small = is_exact(tensor.dtype) and tensor.nbytes <= EAGER_BYTES
+    if (is_small or tensor.numel() == 1) and covers_its_storage(tensor):
+        host_view(tensor).fill_(number)
+    return tensor
+
+
+def number_of(value: Any) -> Number:
+    """The number that stands for a tensor, or a number itself."""
+    if not isinstance(value, Tensor):
+        # A scalar of the program.
+        scalar: Number = value
+        return scalar
+    number: Number | None = None
+    if not is_known(value):
+        if _is_strided(value) and is_exact(value.dtype):
+            number = value.untyped_storage().__dict__.get("_number")
+    elif value.numel() > 0 and is_small(value) and not value.is_complex():
+        values = host_view(value) if value.is_cuda else value
+        if value.dtype == torch.bool:
+            number = (int(values.any()) + int(values.all())) / 2
+        # Any of known whole numbers may be picked: the largest makes the largest shape.
+        elif value.numel() == 1 or is_exact(value.dtype):
+            number = values.max().item()
+    return neutral_number(value.dtype) if number is None else number
+
+
+def neutral_number(dtype: torch.dtype) -> Number:
+    """The number that stands for unknown values of this type."""
+    return 0 if is_exact(dtype) and dtype != torch.bool else 1
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -138,37 +121,27 @@ def is_exact(dtype: torch.dtype) -> bool:
 
 def is_small(tensor: Tensor) -> bool:
     """Whether the values of a tensor may be computed on the host."""
-    if tensor.layout is not torch.strided:
+    limit = EXACT_BYTES if is_exact(tensor.dtype) else FLOAT_BYTES
+    return _is_strided(tensor) and tensor.nbytes <= limit
+
+
+def is_writable(tensor: Tensor, *, overwrites: bool) -> bool:
+    """Whether a tensor is known after known values are written to it.
+
+    A part of an unknown storage stays unknown, and so does a weight.
+    """
+    if is_parameter(tensor) or not _is_strided(tensor):
         return False
-    return tensor.nbytes <= (EXACT_BYTES if is_exact(tensor.dtype) else FLOAT_BYTES)
-
-
-def neutral_number(dtype: torch.dtype) -> Number:
-    """The number that stands for unknown values of this type."""
-    if dtype == torch.bool:
-        return True
-    return 0 if is_exact(dtype) else 1.0
+    return is_known(tensor) or (overwrites and covers_its_storage(tensor))
 
 
 def covers_its_storage(tensor: Tensor) -> bool:
     """Whether a write to this tensor leaves no byte of its storage as it was."""
-    storage_bytes = tensor.untyped_storage().nbytes()
-    if tensor.nbytes < storage_bytes:
+    if tensor.nbytes < tensor.untyped_storage().nbytes():
         return False
-    if tensor.is_contiguous():
-        return True
     # Elements of an expanded tensor share bytes.
-    strides = sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size > 1
-    )
-    dense = 1
-    for stride, size in strides:
-        if stride != dense:
-            return False
-        dense *= size
-    return True
+    is_dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return is_dense
 
 
 def host_view(tensor: Tensor) -> Tensor:
@@ -182,50 +155,6 @@ def host_view(tensor: Tensor) -> Tensor:
     return made.set_(all_bytes, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def materialize(tensor: Tensor) -> None:
-    """Write the bytes of a storage that is fresh, or uniform and certain."""
-    state = state_of(tensor)
-    if isinstance(state, Uniform) and (state.is_certain or state.is_fresh):
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        whole = host_view(tensor.as_strided((count,), (1,), 0))
-        whole.fill_(_filling(state.number))
-        set_state(tensor, WRITTEN)
-
-
-def is_storage_small(tensor: Tensor) -> bool:
-    """Whether the whole storage may be written on the host."""
-    limit = EXACT_BYTES if is_exact(tensor.dtype) else FLOAT_BYTES
-    return tensor.untyped_storage().nbytes() <= limit
-
-
-def mark_unknown(tensor: Tensor, guess: Uniform | None = None, *, keeps: bool = False) -> None:
-    """Note that unknown values were written to a part or the whole of a storage.
-
-    Args:
-        tensor: the part.
-        guess: the number that stands for these values; by default the neutral one.
-        keeps: whether an unknown storage keeps its number, as in a sum in place.
-    """
-    number = neutral_number(tensor.dtype) if guess is None else guess.number
-    before = state_of(tensor)
-    keeps = keeps or not covers_its_storage(tensor)
-    if keeps and isinstance(before, Uniform) and not (before.is_certain or before.is_fresh):
-        number = before.number
-    set_state(tensor, Uniform(number))
-
-
-def make_known(made: Tensor, values: Tensor) -> Tensor:
-    """Write values of the host into a new tensor of the device."""
-    if made.numel() > 0:
-        host_view(made).copy_(values)
-    set_state(made, WRITTEN)
-    return made
-
-
-def _filling(number: Number) -> bool | int | float:
-    return True if number is None else number
-
-
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors among the arguments of an operator, and those in its lists."""
     for value in values:
@@ -235,3 +164,136 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             for item in value:
                 if isinstance(item, Tensor):
                     yield item
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+_PRODUCTS = ("mm", "mv", "dist", "conv", "linear", "attention")
+"""Parts of names. The work of these operators is not bounded by the size of their tensors."""
+_PRODUCT_OPERATIONS = 2**31
+"""Multiplications of a product that is computed at most: about a second on one core."""
+
+_OVERWRITING = frozenset(
+    {
+        *("fill", "zero", "copy", "normal", "uniform", "random", "exponential", "geometric"),
+        *("log_normal", "cauchy", "bernoulli", "_foreach_zero", "_foreach_copy"),
+    }
+)
+"""In place they do not read what they overwrite."""
+
+_KEEPING = frozenset(
+    {
+        *("_unsafe_view", "record_stream"),
+        # A GradScaler finds nothing: what it writes to stays 0.
+        "_amp_foreach_non_finite_check_and_unscale",
+    }
+)
+"""They write no values, though their schema does not say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What the schema of an operator has about it.
+
+    Attributes:
+        name: without the underscore of one that writes to its first argument.
+        runs_on_host: whether the host may run it too. Operators of others may do anything.
+        is_product: whether its work is not bounded by the size of its tensors.
+        reads_shapes: whether it reads no values.
+        keeps_values: whether it writes no values: it returns a view, or changes a shape.
+        arguments: their names.
+        written: names of those to which it writes.
+        overwrites: whether it does not read them.
+    """
+
+    name: str
+    runs_on_host: bool
+    is_product: bool
+    reads_shapes: bool
+    keeps_values: bool
+    arguments: tuple[str, ...]
+    written: frozenset[str]
+    overwrites: bool
+
+    def read_and_written(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors whose values decide about the results, and those to which it writes."""
+        if not self.written:
+            values = () if self.reads_shapes else (*args, *kwargs.values())
+            return [*tensors_in(values)], []
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        written = [given[name] for name in self.written if name in given]
+        unread = self.written if self.overwrites else ()
+        read = [value for name, value in given.items() if name not in unread]
+        return [*tensors_in(read)], [*tensors_in(written)]
+
+    def is_cheap(self, read: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+        """Whether the host computes it in about a second."""
+        if not self.runs_on_host or not all(map(is_small, (*read, *made))):
+            return False
+        if not self.is_product:
+            return True
+        longest = max((size for tensor in read for size in tensor.shape[-1:]), default=1)
+        return longest * sum(tensor.numel() for tensor in made) <= _PRODUCT_OPERATIONS
+
+
+def describe(function: Any) -> Operator:
+    """Read the schema of an operator."""
+    schema = function._schema
+    written = [one for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    name: str = function.overloadpacket.__name__
+    if written:
+        name = name.removesuffix("_")
+    is_out = any(argument.kwarg_only for argument in written)
+    returns_views = any(result.alias_info is not None for result in schema.returns)
+    only_reshapes = torch.Tag.inplace_view in function.tags
+    return Operator(
+        name=name,
+        runs_on_host=function.namespace in ("aten", "prims", "torchvision"),
+        is_product=any(part in name for part in _PRODUCTS),
+        reads_shapes=name.endswith("_like") or name.startswith("new_"),
+        keeps_values=(not written and returns_views) or only_reshapes or name in _KEEPING,
+        arguments=tuple(argument.name for argument in schema.arguments),
+        written=frozenset(argument.name for argument in written),
+        overwrites=is_out or (bool(written) and name in _OVERWRITING),
+    )
+
+
+def on_host(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on the bytes of the device; NotImplemented if the host has no kernel.
+
+    Any other error is one of the program: on a device it would be an assert.
+    """
+    host_args = [_host_value(value) for value in args]
+    host_kwargs = {key: _host_value(value) for key, value in kwargs.items()}
+    try:
+        return func(*host_args, **host_kwargs)
+    except NotImplementedError:
+        return NotImplemented
+    except RuntimeError as error:
+        if "not implemented for" in str(error):
+            return NotImplemented
+        raise
+
+
+def _host_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return host_view(value) if value.is_cuda else value
+    if isinstance(value, (list, tuple)):
+        return [_host_value(item) for item in value]
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    # The generator of the device has no values.
+    return None if isinstance(value, torch.Generator) else value
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Return known tensors of the device with these values of the host."""
+    if isinstance(values, Tensor):
+        return make_known(torch.empty_like(values, device=device), values)
+    if isinstance(values, (list, tuple)):
+        return tuple(to_device(value, device) for value in values)
+    return values

@@ -2,8 +2,7 @@
 
 What is made from the batch, from constants and from random numbers is known: such operators run a
 second time on the host, over the bytes of the device, as far as that is cheap. What depends on
-weights or on large products is unknown: one number stands for all its elements (``neutral.py``). A
-shape that depends on unknown values takes the worst case, and the line of the project is named.
+weights or on large products is unknown, and ``unknown.py`` has what is assumed about it.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
 only, and neighbours that were loaded before (``VALUE_MODULES`` in ``child.py``).
@@ -11,8 +10,11 @@ only, and neighbours that were loaded before (``VALUE_MODULES`` in ``child.py``)
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,43 +23,42 @@ from torch._compile import _disable_dynamo
 
 # `_get_current_dispatch_mode` is private in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
-from lightning_batchmem.simulated_gpu.attention import OPERATORS, CudnnAttention
-from lightning_batchmem.simulated_gpu.frames import Assumptions, is_initialization
+from lightning_batchmem.simulated_gpu.assumptions import (
+    CUDNN_ATTENTION,
+    Assumptions,
+    CudnnAttention,
+)
 from lightning_batchmem.simulated_gpu.known import (
-    WRITTEN,
+    UNREAD_BYTES,
     Number,
-    Uniform,
+    Operator,
     covers_its_storage,
+    describe,
+    fill,
     has_state,
+    host_view,
+    is_exact,
     is_known,
     is_parameter,
     is_small,
-    is_storage_small,
     is_writable,
     make_known,
     mark_unknown,
-    materialize,
-    neutral_number,
-    set_state,
-    state_of,
-    tensors_in,
-)
-from lightning_batchmem.simulated_gpu.neutral import CERTAIN_MASKS, evaluated
-from lightning_batchmem.simulated_gpu.operators import (
-    FRESH,
-    Operator,
-    constant_of,
-    describe,
-    is_on_device,
+    number_of,
     on_host,
+    tensors_in,
+    to_device,
 )
-from lightning_batchmem.simulated_gpu.reads import Reads
-from lightning_batchmem.simulated_gpu.shapes import Shapes
+from lightning_batchmem.simulated_gpu.unknown import (
+    SHAPES,
+    assumed_number,
+    certain_byte,
+)
 
 aten = torch.ops.aten
 
+_MASKS = (torch.bool, torch.uint8)
 _INDEXING = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
 _INITIALIZING = (
     *("normal_", "uniform_", "zero_", "fill_", "random_"),
@@ -69,8 +70,6 @@ _HOST_FILLS = frozenset(
     for name in _INITIALIZING
     for overload in getattr(aten, name).overloads()
 )
-
-_WITHOUT_SIGN_CHANGE = frozenset({"add", "sub", "addcmul", "addcdiv", "lerp", "_foreach_add"})
 
 
 # TorchDispatchMode.__init_subclass__ has no type annotations.
@@ -106,33 +105,14 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._operators: dict[Any, Operator] = {}
         self._assumptions = Assumptions()
-        self._shapes = Shapes(self._assumptions)
-        self._reads = Reads(self._assumptions)
         self._is_on = False
         self._special: dict[str, Callable[[Any, Any, Any], Any]] = {
-            "_local_scalar_dense": self._reads.scalar,
-            "_to_copy": self._reads.to_copy,
-            "copy": self._reads.copy,
-            "nonzero": self._shapes.nonzero,
+            "_local_scalar_dense": self._scalar,
+            "_to_copy": self._to_copy,
+            "copy": self._copy,
             "masked_select": self._masked_select,
-            "repeat_interleave": self._shapes.repeat_interleave,
-            "bincount": self._shapes.bincount,
-            "_unique2": self._shapes.unique,
-            "_unique": self._shapes.unique,
-            "unique_consecutive": self._shapes.unique,
-            "unique_dim": self._shapes.unique_rows,
-            "multinomial": self._shapes.multinomial,
-            "nms": self._shapes.nms,
-            "equal": self._shapes.equal,
-            "allclose": self._shapes.allclose,
-            "isin": self._shapes.isin,
-            "histc": self._shapes.histogram,
-            "_linalg_check_errors": _skip_unknown,
-            # A GradScaler finds nothing: what it writes to stays 0.
-            "_amp_foreach_non_finite_check_and_unscale": _run_only,
-            "resize": _resized,
             "lift_fresh": _lifted,
-            **dict.fromkeys(OPERATORS, CudnnAttention(self._assumptions.sentences).count),
+            **dict.fromkeys(CUDNN_ATTENTION, CudnnAttention(self._assumptions.sentences).count),
         }
         os.register_at_fork(after_in_child=self.exit)
 
@@ -165,10 +145,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # The common case first: this runs at each operator.
         if types and any(map(_has_own_dispatch, types)):
             # The operators that such a tensor calls come here.
             return NotImplemented
-        if not is_on_device(args, kwargs) or not self._is_on:
+        if not _is_on_device(args, kwargs) or not self._is_on:
             if func in _HOST_FILLS and is_initialization(args[0]):
                 return args[0]
             return func(*args, **kwargs)
@@ -181,164 +162,202 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = special(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        if operator.is_exchange:
-            return _exchanged(func, args, kwargs)
-        if not operator.computes_values:
-            _before_view(operator, args)
+        if operator.name in SHAPES:
+            return self._shaped(operator.name, func, args, kwargs)
+        if operator.keeps_values:
             return func(*args, **kwargs)
         if operator.name in _INDEXING:
-            args = (args[0], self._shapes.without_masks(args), *args[2:])
+            args = (args[0], self._without_masks(args), *args[2:])
         return _run(operator, func, args, kwargs)
+
+    def _shaped(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator whose kernel reads values to find the size of its result."""
+        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
+        if all(is_known(tensor) and is_small(tensor) for tensor in tensors):
+            values = on_host(func, args, kwargs)
+            if values is not NotImplemented:
+                return to_device(values, tensors[0].device)
+        what, assume = SHAPES[name]
+        result, amount = assume(args, kwargs)
+        if amount:
+            self._assumptions.add(what, amount, tensors[0])
+        return result
 
     def _masked_select(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # broadcast_tensors has no type annotations.
         tensor, mask = torch.broadcast_tensors(*args[:2])  # type: ignore[no-untyped-call]
-        index = aten.index.Tensor
-        args = (tensor, self._shapes.without_masks((tensor, [mask])))
-        return _run(describe(index), index, args, {})
+        return self.__torch_dispatch__(aten.index.Tensor, (), (tensor, [mask]))
+
+    def _without_masks(self, args: Sequence[Any]) -> list[Any]:
+        """The indices in the arguments of an operator, with positions instead of masks."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if not isinstance(index, Tensor) or not index.is_cuda or index.dtype not in _MASKS:
+                indices.append(index)
+                continue
+            # There are as many places as values that are put there.
+            count = len(args[2]) if len(args) > 2 and args[2].dim() > 0 else 0
+            if 1 < count < index.numel() and len(args[1]) == 1 and not is_known(index):
+                places = index.new_empty((count, index.dim()), dtype=torch.long)
+            else:
+                places = self._shaped("nonzero", aten.nonzero.default, (index,), {})
+            indices += places.unbind(1)
+        return indices
+
+    def _scalar(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the one value of a tensor, for ``item``, ``bool`` and the like."""
+        tensor = args[0]
+        if is_known(tensor):
+            return func(host_view(tensor))
+        return torch.tensor(self._read(tensor), dtype=tensor.dtype).item()
+
+    def _to_copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return a copy of a tensor, perhaps on another device."""
+        source = args[0]
+        device = torch.device(kwargs.get("device") or source.device)
+        if source.layout is not torch.strided or source.is_cuda == (device.type == "cuda"):
+            return NotImplemented
+        options = {key: kwargs[key] for key in ("dtype", "memory_format") if key in kwargs}
+        made = torch.empty_like(source, device=device, **options)
+        if _is_unread(source, made):
+            # Fresh memory of zeros, of which no page is touched.
+            memory = mmap.mmap(-1, made.untyped_storage().nbytes())
+            zeros = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+            made.set_(zeros, 0, made.shape, made.stride())
+        return self._copy(func, (made, source), kwargs)
+
+    def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write a tensor into another one, perhaps on another device: what may be read."""
+        target, source = args[:2]
+        are_strided = target.layout is source.layout is torch.strided
+        if target.is_cuda == source.is_cuda or not are_strided:
+            return NotImplemented
+        if target.is_cuda:
+            if not target.is_contiguous() and target.stride() != source.stride():
+                # Torch copies through a contiguous tensor of the device.
+                torch.empty_like(target, memory_format=torch.contiguous_format)
+            if is_parameter(source) or is_parameter(target) or not is_small(target):
+                mark_unknown(target)
+            elif is_writable(target, overwrites=True):
+                make_known(target, source)
+            return target
+        # The memory that torch needs for a copy to the host. Source: copy_kernel_cuda in
+        # aten/src/ATen/native/cuda/Copy.cu of torch 2.14.
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        converts = non_blocking and target.dtype != source.dtype
+        if converts or not source.is_contiguous():
+            dtype = target.dtype if converts else source.dtype
+            torch.empty(source.shape, dtype=dtype, device=source.device)
+        if _is_unread(source, target):
+            return target
+        return target.copy_(host_view(source) if is_known(source) else self._read(source))
+
+    def _read(self, tensor: Tensor) -> Number:
+        """The unknown number that the host reads; a whole number is named."""
+        number = number_of(tensor)
+        # Bytes are data: images, or a storage that a search saves.
+        if is_exact(tensor.dtype) and tensor.dtype not in _MASKS:
+            self._assumptions.add("a whole number", f"{number} is assumed", tensor)
+        return number
 
 
 def _run(operator: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator of the device, and note what is known about the results."""
-    read = operator.read_tensors(args, kwargs)
-    written = operator.written_tensors(args, kwargs)
-    is_known_result = operator.is_cheap and _may_know(operator, read, written)
+    read, written = operator.read_and_written(args, kwargs)
+    # Both before it runs, since it may write to what it reads.
+    is_writable_now = [is_writable(tensor, overwrites=operator.overwrites) for tensor in written]
+    may_know = all(map(is_known, read)) and all(is_writable_now)
     result = func(*args, **kwargs)
-    made = [tensor for tensor in operator.fresh_tensors(result) if tensor.is_cuda]
-    if operator.name in FRESH:
-        for tensor in made:
-            set_state(tensor, Uniform(neutral_number(tensor.dtype), is_fresh=True))
+    if operator.name.startswith(("empty", "new_empty")):
+        # A kernel that is not an operator of torch may write to it.
         return result
-    if is_known_result:
-        constant = _constant_result(operator, args, read, written, made)
-        if constant is not None:
-            for tensor in (*written, *made):
-                set_state(tensor, Uniform(constant, is_certain=True))
+    changed = [one for one in (*written, *tensors_in([result])) if one.is_cuda]
+    byte = certain_byte(operator.name, args)
+    # Zeros read nothing, and other checks of known values are computed.
+    if (
+        byte is not None
+        and not (read and may_know)
+        and all(_may_fill(tensor, byte) for tensor in changed)
+    ):
+        for tensor in changed:
+            fill(tensor, byte)
+        return result
+    if may_know and operator.is_cheap(read, changed):
+        values = on_host(func, args, kwargs)
+        if values is not NotImplemented:
+            for tensor in written:
+                make_known(tensor)
+            _take(result, values)
             return result
-        on_device = [tensor for tensor in read if tensor.is_cuda]
-        if _computed(operator, func, args, kwargs, on_device, written, made, result):
-            return result
-    keeps = not operator.overwrites and operator.name in _WITHOUT_SIGN_CHANGE
-    for tensor in written:
-        mark_unknown(tensor, evaluated(operator.name, args, tensor), keeps=keeps)
-    for tensor in made:
-        set_state(tensor, evaluated(operator.name, args, tensor))
+    for tensor in changed:
+        mark_unknown(tensor, assumed_number(operator.name, args, tensor))
     return result
 
 
-def _may_know(operator: Operator, read: list[Tensor], written: list[Tensor]) -> bool:
-    """Whether the results are known, if they can be computed."""
-    if not all(map(is_known, read)):
-        return False
-    for tensor in written:
-        # A part of an unknown storage stays unknown.
-        is_whole = operator.overwrites and covers_its_storage(tensor)
-        if is_parameter(tensor) or not (is_whole or is_writable(tensor)):
-            return False
-    return True
+def _may_fill(tensor: Tensor, byte: int) -> bool:
+    # Zeros touch no memory of the host.
+    has_room = byte == 0 or is_small(tensor)
+    return has_room and covers_its_storage(tensor) and not is_parameter(tensor)
 
 
-def _constant_result(
-    operator: Operator, args: Any, read: list[Tensor], written: list[Tensor], made: list[Tensor]
-) -> Number:
-    """The number in all elements of the results; None if there is none."""
-    if not all(map(covers_its_storage, written)):
-        return None
-    constant = constant_of(operator.name, args)
-    if constant is None and len(made) == 1 and made[0].dtype == torch.bool and read:
-        is_uniform = all(t.is_cuda and isinstance(state_of(t), Uniform) for t in read)
-        if is_uniform and operator.name in CERTAIN_MASKS:
-            return evaluated(operator.name, args, made[0]).number
-    return constant
-
-
-def _computed(
-    operator: Operator,
-    func: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    read: list[Tensor],
-    written: list[Tensor],
-    made: list[Tensor],
-    result: Any,
-) -> bool:
-    """Compute the results on the host; False if they are too large, or the host has no kernel."""
-    existing = [*read, *written]
-    if not operator.is_short(read, [*written, *made]):
-        return False
-    if not all(map(is_small, (*existing, *made))) or not all(map(is_storage_small, existing)):
-        return False
-    for tensor in existing:
-        materialize(tensor)
-    values = on_host(func, args, kwargs)
-    if values is NotImplemented:
-        return False
-    for tensor in written:
-        set_state(tensor, WRITTEN)
-    both = zip(operator.fresh_tensors(result), operator.fresh_tensors(values), strict=True)
-    for tensor, value in both:
-        # A length may lie on the host, where the operator has written it.
-        if not tensor.is_cuda:
-            continue
+def _take(result: Any, values: Any) -> None:
+    """Write what the host has computed into the results of the device."""
+    for tensor, value in zip(tensors_in([result]), tensors_in([values]), strict=True):
         # What a kernel keeps for itself may differ from that of the host.
-        if tensor.shape == value.shape:
+        if tensor.shape != value.shape:
+            mark_unknown(tensor)
+        # A length may lie on the host, where the operator has written it.
+        elif tensor.is_cuda:
             make_known(tensor, value)
-        else:
-            mark_unknown(tensor)
-    return True
-
-
-def _before_view(operator: Operator, args: Any) -> None:
-    """Write the bytes of a number that a view may read as another type."""
-    if operator.name in ("view", "view_as_real", "view_as_complex"):
-        for tensor in tensors_in(args[:1]):
-            if tensor.is_cuda and is_known(tensor) and is_storage_small(tensor):
-                materialize(tensor)
-
-
-def _exchanged(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Exchange tensors in a group of one rank: it receives what it sends."""
-    leaves = tree_leaves(args)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda]
-    # Memory for what is received is fresh.
-    are_known = all(map(is_writable, tensors))
-    for tensor in tensors:
-        if are_known:
-            materialize(tensor)
-    result = func(*args, **kwargs)
-    for tensor in tensors:
-        if are_known:
-            set_state(tensor, WRITTEN)
-        else:
-            mark_unknown(tensor)
-    return result
-
-
-def _resized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    bytes_before = tensor.untyped_storage().nbytes()
-    result = func(*args, **kwargs)
-    if 0 < bytes_before < tensor.untyped_storage().nbytes():
-        # The stub moves no bytes inside of the device.
-        set_state(tensor, Uniform(0))
-    return result
 
 
 def _lifted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``torch.tensor`` copies its data out of sight, and then calls this operator."""
     if not has_state(args[0]):
-        set_state(args[0], WRITTEN)
+        make_known(args[0])
     return func(*args, **kwargs)
 
 
-def _skip_unknown(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Errors of a factorization are found in known values only."""
-    return func(*args, **kwargs) if all(map(is_known, tensors_in(args))) else None
-
-
-def _run_only(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+def _is_unread(source: Tensor, target: Tensor) -> bool:
+    """Whether a copy to the host is left out: many floats of unknown values."""
+    if target.is_cuda or target.nbytes <= UNREAD_BYTES or is_exact(target.dtype):
+        return False
+    return not (is_known(source) and is_small(source))
 
 
 def _has_own_dispatch(kind: Any) -> bool:
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_on_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator has a tensor of the device, or makes one."""
+    for tensor in tensors_in(args):
+        if tensor.is_cuda:
+            return True
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    return any(tensor.is_cuda for tensor in tensors_in(kwargs.values()))
+
+
+_INITIALIZATION = os.path.join("torch", "nn", "init.py")
+
+
+def is_initialization(tensor: Tensor) -> bool:
+    """Whether the host is about to fill a large weight, which nobody reads."""
+    if tensor.nbytes <= UNREAD_BYTES or tensor.layout is not torch.strided:
+        return False
+    attributes = tensor.untyped_storage().__dict__
+    if is_parameter(tensor):
+        attributes["_is_weight"] = True
+    if "_is_weight" in attributes:
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith(_INITIALIZATION):
+            attributes["_is_weight"] = True
+            return True
+        frame = frame.f_back
+    return False

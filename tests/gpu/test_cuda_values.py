@@ -143,21 +143,9 @@ def test_a_type_without_a_kernel_on_the_host_is_unknown(values):
         torch.add(numbers.cpu(), numbers.cpu())
 
 
-def test_a_read_is_the_same_twice_and_another_is_smaller(values):
-    losses = [unknown(1).sum() for _ in range(3)]
-    read = [loss.item() for loss in losses]
-    assert read == [float(loss) for loss in losses]
-    assert read == [loss.cpu().item() for loss in losses]
-    assert 1 >= read[0] > read[1] > read[2] > 0
-
-
-def test_a_sum_in_place_is_another_number(values):
-    total = torch.zeros((), device="cuda")
-    read = []
-    for _ in range(3):
-        total += unknown(1).sum()
-        read.append(total.item())
-    assert len(set(read)) == 3
+def test_an_unknown_float_is_one(values):
+    loss = unknown(1).sum()
+    assert loss.item() == float(-loss) == loss.cpu().item() == 1.0
 
 
 def test_checks_of_unknown_values_fit_together(values):
@@ -245,9 +233,6 @@ def test_a_part_of_unknown_memory_stays_unknown(values):
     assert weight[3, 3].item() == 5
     weight[1] = unknown(4)
     assert weight[0, 0].item() != 5
-    memory = torch.empty(4, 2, device="cuda")
-    memory[0] = torch.tensor([1.0, 2.0])
-    assert memory[0].tolist() == [1, 2]
 
 
 def test_fresh_memory_is_unknown_until_it_is_written(values):
@@ -359,22 +344,6 @@ def test_distributions_accept_their_arguments(values):
         Normal(torch.zeros(2, device="cuda"), scale, validate_args=True)
 
 
-def test_lbfgs_keeps_a_history(values):
-    layer = nn.Linear(30, 30).to("cuda")
-    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=5, history_size=3)
-    inputs = torch.randn(8, 30).to("cuda")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = layer(inputs).pow(2).mean()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    assert len(optimizer.state[layer.weight]["old_dirs"]) == 3
-
-
 class Watching(Dataset):
     """A data set whose samples say whether operators are watched where they are made."""
 
@@ -406,13 +375,6 @@ def test_an_error_of_the_program_keeps_its_traceback(values):
 def test_a_device_that_is_full_says_so(values):
     with pytest.raises(torch.OutOfMemoryError):
         torch.zeros(2**50, device="cuda")
-
-
-def test_running_statistics_are_unknown(values):
-    norm = nn.BatchNorm1d(4).to("cuda")
-    norm(torch.randn(8, 4, device="cuda"))
-    assert norm.running_mean[0].item() != 0
-    assert norm.num_batches_tracked.item() == 1
 
 
 def test_sparse_gradients_are_left_alone(values):
@@ -457,9 +419,6 @@ def test_a_whole_number_picked_at_unknown_positions_may_be_the_largest(values):
     assert int(picked.max()) + 1 == 7
     in_order, _ = picked.sort(stable=True)
     assert int(in_order.max()) + 1 == 7
-    placed = torch.zeros(50, dtype=torch.long, device="cuda")
-    placed.scatter_(0, picked, picked)
-    assert int(placed.max()) + 1 == 7
     assert all(text.startswith("a whole number (6 is assumed)") for text in values.assumptions)
 
 

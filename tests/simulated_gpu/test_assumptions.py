@@ -3,7 +3,7 @@
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_batchmem.simulated_gpu.attention import MOST_SHAPES, CudnnAttention
+from lightning_batchmem.simulated_gpu.assumptions import MOST_SHAPES, CudnnAttention
 
 aten = torch.ops.aten
 

@@ -1,0 +1,215 @@
+"""What is assumed about values that are not computed: numbers, and shapes.
+
+Comparisons and logic of unknown values have to fit together: a check and the check of its opposite
+may not both hold. So each is evaluated on the one number that stands for all elements
+(``known.py``). A shape is the largest one, and the line of the project is named. Where the largest
+one has no bound, or would be an error of the program, another one is assumed and named.
+
+``CERTAIN``, ``NUMBERS`` and ``SHAPES`` have an entry for each operator with a rule.
+
+This file is executed before Lightning is imported, so it imports torch and the standard library
+only, and neighbours that were loaded before.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_batchmem.simulated_gpu.known import (
+    Number,
+    is_exact,
+    is_known,
+    mark_unknown,
+    neutral_number,
+    number_of,
+    tensors_in,
+)
+
+CERTAIN = {
+    # Checks for NaN and infinity find nothing. Torch makes `isfinite` of comparisons.
+    **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), 0),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero", "_foreach_zero"), 0),
+}
+"""Operators whose results are known where their arguments are not -> each byte of a result."""
+
+Rule = Callable[[Sequence[Any], Tensor], Number]
+"""The arguments of an operator and its result -> the number that stands for the result."""
+
+
+def certain_byte(name: str, args: Sequence[Any]) -> int | None:
+    """Each byte of a result that is known though its arguments are not; None for others."""
+    if name in ("eq", "ne"):
+        left, right = args[:2]
+        # Only NaN differs from itself, and nothing unknown is infinite.
+        if left is right:
+            return int(name == "eq")
+        if isinstance(right, float) and not math.isfinite(right):
+            return int(name == "ne")
+    return CERTAIN.get(name)
+
+
+def assumed_number(name: str, args: Sequence[Any], made: Tensor) -> Number | None:
+    """The number that stands for a result that depends on unknown values; None for the neutral one.
+
+    Args:
+        name: of the operator, without the underscore of one that writes to its first argument.
+        args: its arguments.
+        made: the result.
+    """
+    if not is_exact(made.dtype):
+        return None
+    number = NUMBERS.get(name, _of_first)(args, made)
+    return min(abs(number), 1) if made.dtype == torch.bool else math.ceil(number)
+
+
+def _of_first(args: Sequence[Any], made: Tensor) -> Number:
+    """Whole numbers and masks are picked, moved or converted; an unknown float may be any index."""
+    first = next(tensors_in(args), made)
+    return number_of(first) if is_exact(first.dtype) else neutral_number(made.dtype)
+
+
+def _compared(compare: Callable[[Any, Any], bool]) -> Rule:
+    return lambda args, made: bool(compare(number_of(args[0]), number_of(args[1])))
+
+
+def _is_equal(args: Sequence[Any], made: Tensor) -> Number:
+    left, right = map(number_of, args[:2])
+    # An unknown index may be any, so some of several are equal to a number above 0.
+    if made.numel() > 1 and any(map(_is_unknown_index, args[:2])) and max(left, right) > 0:
+        return 0.5
+    return bool(left == right)
+
+
+def _is_unknown_index(value: Any) -> bool:
+    is_index = isinstance(value, Tensor) and is_exact(value.dtype) and value.dtype != torch.bool
+    return is_index and not is_known(value)
+
+
+def _count(args: Sequence[Any], made: Tensor) -> Number:
+    """A sum of whole numbers; all elements of a mask count, as in the shapes made of it."""
+    first = args[0]
+    elements: int = first.numel() // max(1, made.numel())
+    return elements if first.dtype == torch.bool else number_of(first) * elements
+
+
+NUMBERS: Mapping[str, Rule] = {
+    **{name: _compared(getattr(operator, name)) for name in ("lt", "le", "gt", "ge")},
+    "eq": _is_equal,
+    "ne": lambda args, made: 1 - _is_equal(args, made),
+    **dict.fromkeys(("logical_and", "bitwise_and"), lambda args, made: min(map(number_of, args))),
+    **dict.fromkeys(("logical_or", "bitwise_or"), lambda args, made: max(map(number_of, args))),
+    **dict.fromkeys(("logical_not", "bitwise_not"), lambda args, made: 1 - number_of(args[0])),
+    "any": lambda args, made: number_of(args[0]) > 0,
+    # Checks of arguments, as those of torch.distributions, hold.
+    **dict.fromkeys(("all", "_is_all_true"), lambda args, made: number_of(args[0]) != 0.5),
+    **dict.fromkeys(("sum", "count_nonzero"), _count),
+    **dict.fromkeys(("copy", "where"), lambda args, made: number_of(args[1])),
+}
+"""Operators whose results are whole numbers or masks, other than those of their first argument."""
+
+Assumed = tuple[Any, str]
+"""The result of an operator in the worst case; what is assumed, empty if it need not be named."""
+
+
+def _made(shape: Sequence[int], like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
+    """An unknown tensor, by default of indices."""
+    return mark_unknown(torch.empty(shape, dtype=dtype, device=like.device))
+
+
+def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def _all_elements(args: Any, kwargs: Any) -> Assumed:
+    mask = args[0]
+    return _made((mask.dim(), mask.numel()), mask).t(), f"all {mask.numel():,} are assumed"
+
+
+def _one_each(args: Any, kwargs: Any) -> Assumed:
+    repeats = args[0]
+    if (size := kwargs.get("output_size")) is not None:
+        return _made((size,), repeats), ""
+    return _made(repeats.shape, repeats), "1 for each element is assumed"
+
+
+def _shortest_counts(args: Any, kwargs: Any) -> Assumed:
+    minimum = _argument(args, kwargs, 2, "minlength", 0)
+    length = max(1, minimum)
+    weights = _argument(args, kwargs, 1, "weights", None)
+    dtype = torch.long if weights is None else weights.dtype
+    return _made((length,), args[0], dtype), "" if minimum else f"{length} is assumed"
+
+
+def _unique_values(args: Any, kwargs: Any) -> Assumed:
+    """Whole numbers are labels, of which metrics accept only some; floats differ."""
+    tensor = args[0]
+    count = min(1, tensor.numel()) if is_exact(tensor.dtype) else tensor.numel()
+    amount = f"{count:,} of {tensor.numel():,} is assumed"
+    return _unique((count,), tensor.shape, count, tensor), amount
+
+
+def _unique_rows(args: Any, kwargs: Any) -> Assumed:
+    tensor, dimension = args[:2]
+    count = tensor.shape[dimension]
+    return _unique(tensor.shape, (count,), count, tensor), f"all {count:,} are assumed"
+
+
+def _unique(shape: Sequence[int], inverse: Sequence[int], count: int, of: Tensor) -> Any:
+    """Values, for each element the position of its value, and how often each value occurs."""
+    return _made(shape, of, of.dtype), _made(inverse, of), _made((count,), of)
+
+
+def _drawn(args: Any, kwargs: Any) -> Assumed:
+    weights = args[0]
+    # Torch draws a random number for each weight.
+    torch.empty_like(weights)
+    return _made((*weights.shape[:-1], _argument(args, kwargs, 1, "num_samples", 1)), weights), ""
+
+
+def _members(args: Any, kwargs: Any) -> Assumed:
+    elements, others = args[:2]
+    place = elements if isinstance(elements, Tensor) else others
+    shape = elements.shape if isinstance(elements, Tensor) else ()
+    return _made(shape, place, torch.bool), ""
+
+
+def _counted(args: Any, kwargs: Any) -> Assumed:
+    return _made((_argument(args, kwargs, 1, "bins", 100),), args[0], args[0].dtype), ""
+
+
+def _all_boxes(args: Any, kwargs: Any) -> Assumed:
+    count = len(args[0])
+    return _made((count,), args[0]), f"all {count:,} are assumed"
+
+
+def _are_same(args: Any, kwargs: Any) -> Assumed:
+    left, right = args[:2]
+    is_same = left.shape == right.shape and left.data_ptr() == right.data_ptr()
+    return is_same, f"{is_same} is assumed"
+
+
+SHAPES: Mapping[str, tuple[str, Callable[[Any, Any], Assumed]]] = {
+    "nonzero": ("a number of elements", _all_elements),
+    "repeat_interleave": ("a number of repetitions", _one_each),
+    "bincount": ("the length of bincount", _shortest_counts),
+    **dict.fromkeys(
+        ("_unique2", "_unique", "unique_consecutive"),
+        ("the number of values of torch.unique", _unique_values),
+    ),
+    "unique_dim": ("the number of slices of torch.unique", _unique_rows),
+    "nms": ("the number of boxes", _all_boxes),
+    "equal": ("the result of torch.equal", _are_same),
+    # Kernels of these read values too: whether weights are valid, how many differ, their limits.
+    "multinomial": ("", _drawn),
+    "isin": ("", _members),
+    "histc": ("", _counted),
+    # As any check of all elements, this one holds.
+    "allclose": ("", lambda args, kwargs: (True, "")),
+}
+"""Operators whose kernels read values, as for the size of a result -> that size, the worst case."""
