@@ -90,10 +90,10 @@ class Child:
 
     def refuse(self, sentence: str) -> NoReturn:
         """End the process with a sentence, because there is nothing to search."""
-        self.finish({"refusal": sentence})
+        self.finish({"error": sentence})
 
     def finish(self, result: dict[str, Any]) -> NoReturn:
-        """Write the result, and end the process without the rest of the program."""
+        """Write the fields of an ``Outcome``, and end the process here."""
         Path(self._request["result"]).write_text(json.dumps(result), encoding="utf-8")
         # Loader workers would stay for some seconds.
         for process in multiprocessing.active_children():
@@ -153,7 +153,9 @@ class Child:
             if is_our_error(error) and origin.stem not in VALUE_MODULES:
                 self.refuse(str(error))
             traceback.print_exc()
-            self.finish({"error": True, "assumptions": self._values.assumptions})
+            assumed = self._values.assumptions[-1:]
+            parts = [f"{self._request['target']} ended with an error", *assumed]
+            self.refuse(" after this was assumed: ".join(parts))
 
 
 def simulates_cudnn() -> bool:

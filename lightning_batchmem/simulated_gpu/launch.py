@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,10 +154,7 @@ def run(program: Program, gpu: Gpu, context_bytes: int, options: Mapping[str, An
             "CUDA_STUB_KERNELS": str(architecture),
         }
         request = {
-            "kind": program.kind,
-            "target": program.target,
-            "arguments": program.arguments,
-            "trainer": dict(program.trainer),
+            **asdict(program),
             "options": dict(options),
             "gpu": gpu.name,
             # Programs that the program starts get these values back.
@@ -227,25 +224,16 @@ def _joined(path: str, variable: str) -> str:
     return os.pathsep.join(filter(None, [path, os.environ.get(variable)]))
 
 
-def _error_text(program: Program, result: Mapping[str, Any]) -> str:
-    """An error of the program, which has its traceback, and what was assumed before it."""
-    assumed = [f" after this was assumed: {text}" for text in result["assumptions"][-1:]]
-    return f"{program.target} ended with an error{''.join(assumed)}"
-
-
 def _outcome(program: Program, gpu: Gpu, code: int, files: Mapping[str, Path]) -> Outcome:
     """What the process left behind."""
     if files["result"].exists():
         result = json.loads(files["result"].read_text(encoding="utf-8"))
         if "plan" in result:
-            plan = Plan.from_json(json.dumps(result["plan"]))
-            return Outcome(gpu, plan, tuple(result["assumptions"]), result["multiple_of"])
+            result["plan"] = Plan.from_json(json.dumps(result["plan"]))
         if "memory" in result:
-            memory = from_json(StepMemory, json.dumps(result["memory"]))
-            return Outcome(gpu, memory=memory, assumptions=tuple(result["assumptions"]))
-        if "nothing_fits" in result:
-            return Outcome(gpu, nothing_fits=result["nothing_fits"])
-        return Outcome(gpu, error=result.get("refusal") or _error_text(program, result))
+            result["memory"] = from_json(StepMemory, json.dumps(result["memory"]))
+        assumptions = tuple(result.pop("assumptions", ()))
+        return Outcome(gpu, assumptions=assumptions, **result)
     if code == _NOT_MODELLED and files["report"].exists():
         text = files["report"].read_text(encoding="utf-8").strip()
         if "libcudnn" in text:

@@ -145,7 +145,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # The common case first: this runs at each operator.
         if types and any(map(_has_own_dispatch, types)):
             # The operators that such a tensor calls come here.
             return NotImplemented
@@ -255,8 +254,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _read(self, tensor: Tensor) -> Number:
         """The unknown number that the host reads; a whole number is named."""
         number = number_of(tensor)
+        if tensor.dtype == torch.bool:
+            # Of a mask with both values the first is false.
+            return number == 1
         # Bytes are data: images, or a storage that a search saves.
-        if is_exact(tensor.dtype) and tensor.dtype not in _MASKS:
+        if is_exact(tensor.dtype) and tensor.dtype != torch.uint8:
             self._assumptions.add("a whole number", f"{number} is assumed", tensor)
         return number
 

@@ -169,6 +169,7 @@ def test_an_unknown_index_may_be_any(values):
     assert chosen.tolist() == [0] * 8
     assert all((chosen == number).any() for number in range(4))
     assert not (chosen == 3).all(), "a loop that waits for an end does not end at once"
+    assert not (chosen == 3)[0]
     assert torch.isin(chosen, torch.arange(50, device="cuda")).shape == (8,)
     assert not (chosen < 0).any()
     assert (chosen < 4).all()

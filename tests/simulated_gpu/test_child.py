@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lightning_batchmem.simulated_gpu import child
+from lightning_batchmem.simulated_gpu import child, search
 
 WAIT_SECONDS = 120
 
@@ -69,7 +70,7 @@ def program(trainer="", fit=FIT):
 def test_a_training_on_the_cpu_is_refused_and_does_not_run(run):
     process, result = run(program("accelerator='cpu',"))
     refusal = "the Trainer trains on cpu, so no GPU limits its batch size; run the program with"
-    assert result == {"refusal": f'{refusal} accelerator="gpu"'}
+    assert result == {"error": f'{refusal} accelerator="gpu"'}
     assert process.returncode == 0
     assert "arguments ['--epochs', '3'] preload None the user's own" in process.stdout
     assert "trained" not in process.stdout
@@ -86,7 +87,7 @@ def test_a_training_on_the_cpu_is_refused_and_does_not_run(run):
 )
 def test_a_training_that_cannot_be_searched_is_one_sentence(run, trainer, refusal):
     _, result = run(program(trainer))
-    assert refusal in result["refusal"]
+    assert refusal in result["error"]
 
 
 def test_an_error_of_the_program_before_fit_is_its_own(run):
@@ -98,7 +99,7 @@ def test_an_error_of_the_program_before_fit_is_its_own(run):
 
 def test_a_program_without_fit(run):
     _, result = run("print('nothing')")
-    assert result == {"refusal": "train.py ended without a call of Trainer.fit"}
+    assert result == {"error": "train.py ended without a call of Trainer.fit"}
 
 
 def test_a_program_that_leaves(run):
@@ -115,17 +116,27 @@ except ZeroDivisionError:
     print("caught")
 """
     process, result = run(program(fit=fit))
-    assert result == {"error": True, "assumptions": []}
+    assert result == {"error": "train.py ended with an error"}
     assert "ZeroDivisionError: division by zero" in process.stderr
     assert "caught" not in process.stdout
 
 
+def test_an_error_after_assumptions_names_the_last_one(monkeypatch):
+    found = []
+    monkeypatch.setattr(child.Child, "finish", lambda _, result: found.append(result))
+    monkeypatch.setattr(search, "use_one_device", lambda _: 1 / 0)
+    program = child.Child({"target": "train.py"})
+    program._values = SimpleNamespace(assumptions=["one", "two"])
+    program._checked("use_one_device", {})
+    assert found == [{"error": "train.py ended with an error after this was assumed: two"}]
+
+
 def test_a_module_and_a_function(run):
     _, result = run(program("accelerator='cpu',"), kind="module", target="train")
-    assert "trains on cpu" in result["refusal"]
+    assert "trains on cpu" in result["error"]
     make = "from tests.helpers.loops import *\ndef make():\n    return 3\n"
     _, result = run(make, kind="function", target="train:make")
-    refusal = {"refusal": "make must return a LightningModule, or (module, data), got int"}
+    refusal = {"error": "make must return a LightningModule, or (module, data), got int"}
     assert result == refusal
     _, result = run(make, kind="memory_test", target="train:make")
     assert result == refusal

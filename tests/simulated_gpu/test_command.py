@@ -10,9 +10,7 @@ from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Chosen, Trial, TrialMemory
-from lightning_batchmem.simulated_gpu.gpus import gpu_named
-from lightning_batchmem.simulated_gpu.launch import Outcome
-from lightning_batchmem.simulated_gpu.report import (
+from lightning_batchmem.simulated_gpu.command import (
     HIGHER_SHARE,
     how_it_fits,
     needed_bytes,
@@ -20,6 +18,8 @@ from lightning_batchmem.simulated_gpu.report import (
     table_of,
     text_of,
 )
+from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.simulated_gpu.launch import Outcome
 from tests.helpers.plans import plan_with
 
 GIB = 2**30
