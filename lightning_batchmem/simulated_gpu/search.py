@@ -26,6 +26,7 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.notes import Note
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.compiled import compiled_frames
@@ -220,7 +221,7 @@ def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -
         # An earlier plan is of another device.
         left_out = ", without its plan" if of_project[0]._given_plan is not None else ""
         notes.append(f"The options are those of the project's BatchFinder{left_out}.")
-        if of_project[0].options.objective == "throughput":
+        if objective_of(of_project[0].options).needs_times:
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"
         options["later"] = of_project[0].later
