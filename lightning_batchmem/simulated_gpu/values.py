@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 
 # `_get_current_dispatch_mode` is private in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from lightning_batchmem.simulated_gpu.assumptions import (
     CUDNN_ATTENTION,
@@ -163,6 +164,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         if operator.name in SHAPES:
             return self._shaped(operator.name, func, args, kwargs)
+        if func.namespace == "c10d":
+            return _exchanged(func, args, kwargs)
         if operator.keeps_values:
             return func(*args, **kwargs)
         if operator.name in _INDEXING:
@@ -308,9 +311,24 @@ def _take(result: Any, values: Any) -> None:
         # What a kernel keeps for itself may differ from that of the host.
         if tensor.shape != value.shape:
             mark_unknown(tensor)
-        # A length may lie on the host, where the operator has written it.
-        elif tensor.is_cuda:
+        # What was written in place is there. A length may lie on the host.
+        elif tensor.is_cuda and tensor.data_ptr() != value.data_ptr():
             make_known(tensor, value)
+
+
+def _exchanged(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Exchange tensors in a group of one rank: it receives what it sends, its last tensors."""
+    result = func(*args, **kwargs)
+    leaves = map(tree_leaves, args)
+    groups = [[one for one in part if isinstance(one, Tensor) and one.is_cuda] for part in leaves]
+    groups = [tensors for tensors in groups if tensors]
+    are_known = all(map(is_known, tensors_in(groups[-1:])))
+    for tensor in tensors_in(groups):
+        if are_known and is_writable(tensor, overwrites=True):
+            make_known(tensor)
+        else:
+            mark_unknown(tensor)
+    return result
 
 
 def _lifted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import HashStore
 from torch.distributions import Bernoulli, Categorical, Normal
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -437,3 +438,19 @@ def test_a_result_on_the_host_beside_those_of_the_device(values):
     )
     assert packed.batch_sizes.tolist() == [3, 2, 1, 1]
     assert packed.data.tolist() == [1, 1, 1, 2, 2, 3, 4]
+
+
+def test_a_group_of_one_rank_receives_what_it_sends(values):
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        sent = torch.arange(3, device="cuda")
+        received = [torch.empty(3, dtype=torch.long, device="cuda")]
+        torch.distributed.all_gather(received, sent)
+        assert received[0].tolist() == [0, 1, 2]
+        torch.distributed.all_reduce(sent)
+        assert sent.tolist() == [0, 1, 2]
+        torch.distributed.all_gather(received, unknown(3).long())
+        assert received[0].tolist() == [0, 0, 0]
+        assert len(values.assumptions) == 1
+    finally:
+        torch.distributed.destroy_process_group()
