@@ -1,7 +1,7 @@
-"""What is assumed about a program, with the lines of the project that need it.
+"""Who calls an operator: a line of the project that is named, or the initialization of a weight.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
-only.
+only, and a neighbour that was loaded before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from lightning_batchmem.simulated_gpu.known import UNREAD_BYTES, is_parameter
+
+_INITIALIZATION = os.path.join("torch", "nn", "init.py")
+
+
+def is_initialization(tensor: Tensor) -> bool:
+    """Whether the host is about to fill a large weight, which nobody reads."""
+    if tensor.nbytes <= UNREAD_BYTES or tensor.layout is not torch.strided:
+        return False
+    attributes = tensor.untyped_storage().__dict__
+    if is_parameter(tensor):
+        attributes["_is_weight"] = True
+    if "_is_weight" in attributes:
+        return True
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith(_INITIALIZATION):
+            attributes["_is_weight"] = True
+            return True
+        frame = frame.f_back
+    return False
+
 
 _PLACES = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")},

@@ -166,6 +166,17 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
                     yield item
 
 
+def is_on_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator has a tensor of the device, or makes one."""
+    for tensor in tensors_in(args):
+        if tensor.is_cuda:
+            return True
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    return any(tensor.is_cuda for tensor in tensors_in(kwargs.values()))
+
+
 def _is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 

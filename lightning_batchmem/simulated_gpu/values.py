@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from lightning_batchmem.simulated_gpu.assumptions import (
     CUDNN_ATTENTION,
     Assumptions,
     CudnnAttention,
+    is_initialization,
 )
 from lightning_batchmem.simulated_gpu.known import (
     UNREAD_BYTES,
@@ -41,6 +40,7 @@ from lightning_batchmem.simulated_gpu.known import (
     host_view,
     is_exact,
     is_known,
+    is_on_device,
     is_parameter,
     is_small,
     is_writable,
@@ -149,7 +149,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(map(_has_own_dispatch, types)):
             # The operators that such a tensor calls come here.
             return NotImplemented
-        if not _is_on_device(args, kwargs) or not self._is_on:
+        if not is_on_device(args, kwargs) or not self._is_on:
             if func in _HOST_FILLS and is_initialization(args[0]):
                 return args[0]
             return func(*args, **kwargs)
@@ -347,37 +347,3 @@ def _is_unread(source: Tensor, target: Tensor) -> bool:
 
 def _has_own_dispatch(kind: Any) -> bool:
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _is_on_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator has a tensor of the device, or makes one."""
-    for tensor in tensors_in(args):
-        if tensor.is_cuda:
-            return True
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "cuda":
-        return True
-    return any(tensor.is_cuda for tensor in tensors_in(kwargs.values()))
-
-
-_INITIALIZATION = os.path.join("torch", "nn", "init.py")
-
-
-def is_initialization(tensor: Tensor) -> bool:
-    """Whether the host is about to fill a large weight, which nobody reads."""
-    if tensor.nbytes <= UNREAD_BYTES or tensor.layout is not torch.strided:
-        return False
-    attributes = tensor.untyped_storage().__dict__
-    if is_parameter(tensor):
-        attributes["_is_weight"] = True
-    if "_is_weight" in attributes:
-        return True
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(4):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename.endswith(_INITIALIZATION):
-            attributes["_is_weight"] = True
-            return True
-        frame = frame.f_back
-    return False
