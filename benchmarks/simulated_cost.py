@@ -52,7 +52,7 @@ from benchmarks.common import (
 from benchmarks.networks.images import resnet18
 from benchmarks.networks.texts import gpt2, text_loss
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
-from lightning_batchmem.simulated_gpu.launch import Program, kernels_of, run
+from lightning_batchmem.simulated_gpu.launch import Script, kernels_of, run
 
 KIB_IN_GIB = 2**20
 SAMPLES = 10_000_000
@@ -206,7 +206,7 @@ def train(kind: Kind) -> None:
 def simulate(kind: str, memory: str) -> None:
     """Search in a new process, and emit what it took."""
     gpu = gpu_named(memory)
-    program = Program("module", "benchmarks.simulated_cost", ("--train", kind))
+    program = Script("module", "benchmarks.simulated_cost", ("--train", kind))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     outcome = run(program, gpu, CONTEXT_BYTES, {})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

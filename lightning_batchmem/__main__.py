@@ -34,7 +34,7 @@ from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
 from lightning_batchmem.profile.step_csv import read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
-from lightning_batchmem.simulated_gpu.launch import Program
+from lightning_batchmem.simulated_gpu.launch import Script
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def find(
     if gpu is not None:
         if options["plan"] is not None:
             raise ValueError("plan must be null for a simulated GPU")
-        program = Program("function", make, trainer=trainer or {})
+        program = Script("function", make, trainer=trainer or {})
         return _simulated(program, gpu, _CONTEXT, asdict(finder.options), out)
     made_trainer, module, data = comparison.make_trainer(
         comparison.function_named(make), trainer or {}
@@ -122,7 +122,7 @@ def simulate(
         **options,
     )
     options_given = command.given_options(finder.options)
-    return _simulated(Program.of_command(program), gpus, context, options_given, out)
+    return _simulated(Script.of_command(program), gpus, context, options_given, out)
 
 
 def compare(
@@ -290,7 +290,7 @@ def run_installed() -> int:
 
 
 def _simulated(
-    program: Program, gpus: str, context: str, options: Mapping[str, Any], out: Path | None
+    program: Script, gpus: str, context: str, options: Mapping[str, Any], out: Path | None
 ) -> int:
     """Search on simulated GPUs, print what was found, and return the exit code."""
     findings = command.simulate(program, gpus, context, options)

@@ -54,7 +54,7 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
-class StepMemory:
+class MeasuredStep:
     """The memory of a training step, which a file has as JSON.
 
     Args:
@@ -149,13 +149,13 @@ def differences(
     return compared(reference, measure(make, base), tolerance)
 
 
-def read_reference(path: Path, tolerance: float, device: str) -> StepMemory:
+def read_reference(path: Path, tolerance: float, device: str) -> MeasuredStep:
     """Read the memory to compare with.
 
     Args:
         path: the file.
         tolerance: the share by which a part may grow.
-        device: what the step is measured on now, as in :class:`StepMemory`.
+        device: what the step is measured on now, as in :class:`MeasuredStep`.
 
     Raises:
         ValueError: for a tolerance out of range, a damaged file, and a file of another device.
@@ -166,7 +166,7 @@ def read_reference(path: Path, tolerance: float, device: str) -> StepMemory:
     if not path.exists():
         raise ValueError(f"{path} does not exist. Write it with --update true.")
     try:
-        reference = from_json(StepMemory, read_small(path))
+        reference = from_json(MeasuredStep, read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} must be a reference of the memory test ({error}). Write it again with"
@@ -180,7 +180,7 @@ def read_reference(path: Path, tolerance: float, device: str) -> StepMemory:
     return reference
 
 
-def measure(make: Make, base: Mapping[str, Any]) -> StepMemory:
+def measure(make: Make, base: Mapping[str, Any]) -> MeasuredStep:
     """Make the module, and search on the host up to 8 samples.
 
     Args:
@@ -222,7 +222,7 @@ def finder_of(kind: type[SearchOnly]) -> SearchOnly:
     return finder
 
 
-def memory_of(plan: Plan, device: str) -> StepMemory:
+def memory_of(plan: Plan, device: str) -> MeasuredStep:
     """The memory of a step in a plan of :func:`finder_of`.
 
     Raises:
@@ -237,7 +237,7 @@ def memory_of(plan: Plan, device: str) -> StepMemory:
         for phase, line in plan.memory.lines.items()
     }
     versions = {"lightning_batchmem": __version__, "torch": torch.__version__}
-    return StepMemory(phases, versions, device)
+    return MeasuredStep(phases, versions, device)
 
 
 @contextmanager
@@ -253,7 +253,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def compared(
-    reference: StepMemory, measured: StepMemory, tolerance: float
+    reference: MeasuredStep, measured: MeasuredStep, tolerance: float
 ) -> tuple[list[str], list[str]]:
     """A line for each part that has grown, and for each that is smaller.
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem import assert_memory
 from lightning_batchmem.__main__ import main
-from lightning_batchmem.check import PhaseMemory, StepMemory, compared, differences, measure
+from lightning_batchmem.check import MeasuredStep, PhaseMemory, compared, differences, measure
 from lightning_batchmem.plan.json_fields import to_json
 
 MIB = 2**20
@@ -180,7 +180,7 @@ VERSIONS = {"lightning_batchmem": "1", "torch": "2"}
 
 
 def memory(versions=VERSIONS, **phases):
-    return StepMemory(phases, versions)
+    return MeasuredStep(phases, versions)
 
 
 def sample(sample_bytes):
@@ -235,7 +235,7 @@ def test_versions_that_differ_are_named_where_a_part_differs():
 
 # --- the file
 
-MEMORY = StepMemory({"forward": PhaseMemory(1, 2)}, VERSIONS)
+MEMORY = MeasuredStep({"forward": PhaseMemory(1, 2)}, VERSIONS)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,11 @@ import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main, run_installed
-from lightning_batchmem.check import PhaseMemory, StepMemory
+from lightning_batchmem.check import MeasuredStep, PhaseMemory
 from lightning_batchmem.plan.json_fields import to_json
 from lightning_batchmem.profile.step_csv import read_rows
 from lightning_batchmem.simulated_gpu import command
-from lightning_batchmem.simulated_gpu.launch import Outcome, Program
+from lightning_batchmem.simulated_gpu.launch import Outcome, Script
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, SAVED_PLAN, Lawful, law, quiet_trainer
 from tests.helpers.profiled import OWN_LOGS
@@ -596,7 +596,7 @@ def test_simulate_passes_the_program_and_the_options_that_were_given(simulated, 
     command = f"simulate {options} RTX-4090 --max_batch_size=64 train.py --out other --epochs 3"
     assert main(command.split()) == 0
     (asked_for,) = asked
-    program = Program("script", "train.py", ("--out", "other", "--epochs", "3"))
+    program = Script("script", "train.py", ("--out", "other", "--epochs", "3"))
     assert asked_for == (program, "RTX-4090", 2**30, {"multiple_of": 8, "max_batch_size": 64})
     assert Plan.from_json(Path("plan.json").read_text()) == simulated_plan()
     assert not Path("other").exists()
@@ -609,7 +609,7 @@ def test_simulate_on_several_gpus_prints_a_table(simulated, capsys):
     outcomes["24GiB"] = {"nothing_fits": "Nothing fits."}
     assert main(["simulate", "rtx4090, 24GiB", "--out", "plans.json", "-m", "my_project"]) == 0
     assert [gpu for _, gpu, _, _ in asked] == ["RTX-4090", "24GiB"]
-    assert [program for program, *_ in asked] == 2 * [Program("module", "my_project")]
+    assert [program for program, *_ in asked] == 2 * [Script("module", "my_project")]
     (plan,) = json.loads(Path("plans.json").read_text())
     assert plan["simulated"] is True
     output = capsys.readouterr().out
@@ -638,12 +638,12 @@ def test_find_on_a_simulated_gpu_passes_the_function_and_all_options(simulated):
     command = "find my_project:make --gpu A100-80GB --trainer.precision bf16-mixed"
     assert main(command.split()) == 0
     ((program, gpu, _, options),) = asked
-    assert program == Program("function", "my_project:make", trainer={"precision": "bf16-mixed"})
+    assert program == Script("function", "my_project:make", trainer={"precision": "bf16-mixed"})
     assert (gpu, options["min_steps_per_epoch"]) == ("A100-80GB", "auto")
 
 
 def step_memory(sample_bytes, **fields):
-    return StepMemory({"forward": PhaseMemory(1000, sample_bytes)}, {}, **fields)
+    return MeasuredStep({"forward": PhaseMemory(1000, sample_bytes)}, {}, **fields)
 
 
 def test_the_memory_test_on_a_simulated_gpu(simulated, capsys):
@@ -657,7 +657,7 @@ def test_the_memory_test_on_a_simulated_gpu(simulated, capsys):
     assert check("make", *words, "--update", "true") == 0
     ((program, gpu, context_bytes, options),) = asked
     trainer = {"precision": "bf16-mixed"}
-    assert program == Program("memory_test", "my_project:make", trainer=trainer)
+    assert program == Script("memory_test", "my_project:make", trainer=trainer)
     assert (gpu, context_bytes, options) == ("RTX-4090", 426 * 2**20, {})
     where = "memory of a step on a simulated RTX-4090; nothing here ran on a GPU"
     first = [where, "note: All are assumed."]

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_batchmem.check import HOST, StepMemory
+from lightning_batchmem.check import HOST, MeasuredStep
 from lightning_batchmem.plan.options import SearchOptions, bytes_in
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import shown, table_text
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.plan.text import headline, is_rehearsed
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, CONTEXT_SOURCE, gpu_named
-from lightning_batchmem.simulated_gpu.launch import Outcome, Program, kernels_of, run
+from lightning_batchmem.simulated_gpu.launch import Outcome, Script, kernels_of, run
 
 GIB = 2**30
 
@@ -121,7 +121,7 @@ class Findings:
         return [json.loads(plan.to_json()) for plan in plans]
 
 
-def simulate(program: Program, gpus: str, context: str, options: Mapping[str, Any]) -> Findings:
+def simulate(program: Script, gpus: str, context: str, options: Mapping[str, Any]) -> Findings:
     """Search on each GPU, one after another.
 
     Args:
@@ -157,7 +157,7 @@ def device_name(gpu: str | None) -> str:
     return HOST if gpu is None else f"simulated {gpu_named(gpu).name}"
 
 
-def memory_on(gpu: str, make: str, trainer: Mapping[str, Any]) -> tuple[StepMemory, list[str]]:
+def memory_on(gpu: str, make: str, trainer: Mapping[str, Any]) -> tuple[MeasuredStep, list[str]]:
     """Measure the memory of a training step on a simulated GPU.
 
     Args:
@@ -171,7 +171,7 @@ def memory_on(gpu: str, make: str, trainer: Mapping[str, Any]) -> tuple[StepMemo
     Raises:
         ValueError: for a GPU that cannot be simulated, and a step that cannot be measured.
     """
-    program = Program("memory_test", make, trainer=trainer)
+    program = Script("memory_test", make, trainer=trainer)
     outcome = run(program, gpu_named(gpu), CONTEXT_BYTES, {})
     device = device_name(gpu)
     if outcome.memory is None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from lightning_batchmem.check import StepMemory
+from lightning_batchmem.check import MeasuredStep
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.simulated_gpu.build import LIBRARY, library_folder
@@ -30,7 +30,7 @@ _NOT_MODELLED = 70
 
 
 @dataclass(frozen=True)
-class Program:
+class Script:
     """What is run up to its first ``Trainer.fit``.
 
     Args:
@@ -47,7 +47,7 @@ class Program:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of_command(cls, words: list[str]) -> Program:
+    def of_command(cls, words: list[str]) -> Script:
         """The program of a command line: ``train.py ...``, ``-m my_package.train ...``.
 
         The name of an installed program is a script too.
@@ -98,7 +98,7 @@ class Outcome:
     multiple_of: int = 1
     nothing_fits: str = ""
     error: str = ""
-    memory: StepMemory | None = None
+    memory: MeasuredStep | None = None
 
 
 def kernels_of(gpu: Gpu) -> tuple[Path, int]:
@@ -129,7 +129,7 @@ def _ended_with_children() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(program: Program, gpu: Gpu, context_bytes: int, options: Mapping[str, Any]) -> Outcome:
+def run(program: Script, gpu: Gpu, context_bytes: int, options: Mapping[str, Any]) -> Outcome:
     """Run the program in a new process on one simulated GPU.
 
     What the program prints goes to this terminal, and what it writes stays.
@@ -224,14 +224,14 @@ def _joined(path: str, variable: str) -> str:
     return os.pathsep.join(filter(None, [path, os.environ.get(variable)]))
 
 
-def _outcome(program: Program, gpu: Gpu, code: int, files: Mapping[str, Path]) -> Outcome:
+def _outcome(program: Script, gpu: Gpu, code: int, files: Mapping[str, Path]) -> Outcome:
     """What the process left behind."""
     if files["result"].exists():
         result = json.loads(files["result"].read_text(encoding="utf-8"))
         if "plan" in result:
             result["plan"] = Plan.from_json(json.dumps(result["plan"]))
         if "memory" in result:
-            result["memory"] = from_json(StepMemory, json.dumps(result["memory"]))
+            result["memory"] = from_json(MeasuredStep, json.dumps(result["memory"]))
         assumptions = tuple(result.pop("assumptions", ()))
         return Outcome(gpu, assumptions=assumptions, **result)
     if code == _NOT_MODELLED and files["report"].exists():

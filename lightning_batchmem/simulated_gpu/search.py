@@ -132,6 +132,11 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         return {"nothing_fits": f"{NOTHING_FITS}: before the first step, {reason}"}
     except NothingFitsError as error:
         return {"nothing_fits": " ".join([*notes, str(error)])}
+    if any(isinstance(one, torch.optim.LBFGS) for one in trainer.optimizers):
+        notes.append(
+            "A step of LBFGS ends after its first iteration on a simulated GPU, and needs more"
+            " memory in the training."
+        )
     notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
     if is_memory_test:
         if compiled_frames():

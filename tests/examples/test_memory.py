@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_batchmem import assert_memory
-from lightning_batchmem.check import StepMemory
+from lightning_batchmem.check import MeasuredStep
 from lightning_batchmem.plan.json_fields import from_json
 
 REFERENCES = sorted((Path(__file__).parents[2] / "examples" / "memory").glob("*.json"))
@@ -20,7 +20,7 @@ REFERENCES = sorted((Path(__file__).parents[2] / "examples" / "memory").glob("*.
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: path.stem)
 def test_an_example_needs_no_more_memory(reference):
     # Builds for a CPU and for CUDA have the same operators on the host.
-    measured = from_json(StepMemory, reference.read_text())
+    measured = from_json(MeasuredStep, reference.read_text())
     measured_with, _, _ = measured.versions["torch"].partition("+")
     if measured_with != torch.__version__.partition("+")[0]:
         pytest.skip(f"the reference is that of torch {measured_with}")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_batchmem.check import PhaseMemory, StepMemory
+from lightning_batchmem.check import MeasuredStep, PhaseMemory
 from lightning_batchmem.simulated_gpu import launch
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
-from lightning_batchmem.simulated_gpu.launch import Program
+from lightning_batchmem.simulated_gpu.launch import Script
 from tests.helpers.lawful import SAVED_PLAN
 
 CONTEXT_BYTES = 300 * 2**20
@@ -26,10 +26,10 @@ def project(tmp_path, monkeypatch):
 
 
 def test_a_script_and_a_module(project):
-    program = Program.of_command(["train.py", "--epochs", "3"])
-    assert program == Program("script", "train.py", ("--epochs", "3"))
-    program = Program.of_command(["-m", "train.part", "fit"])
-    assert program == Program("module", "train.part", ("fit",))
+    program = Script.of_command(["train.py", "--epochs", "3"])
+    assert program == Script("script", "train.py", ("--epochs", "3"))
+    program = Script.of_command(["-m", "train.part", "fit"])
+    assert program == Script("module", "train.part", ("fit",))
 
 
 def test_an_installed_program(project, monkeypatch):
@@ -39,13 +39,13 @@ def test_an_installed_program(project, monkeypatch):
         (project / name).chmod(0o755)
     (project / "elsewhere").mkdir()
     monkeypatch.chdir(project / "elsewhere")
-    assert Program.of_command(["my-train"]).target == str(project / "my-train")
+    assert Script.of_command(["my-train"]).target == str(project / "my-train")
     with pytest.raises(ValueError, match="other must be a Python script for simulate"):
-        Program.of_command(["other"])
+        Script.of_command(["other"])
     for content in (b"#!/bin/sh\n", b"\x7fELF\0\n"):
         Path("own").write_bytes(content)
         with pytest.raises(ValueError, match="own must be a Python script for simulate"):
-            Program.of_command(["own"])
+            Script.of_command(["own"])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_installed_program(project, monkeypatch):
 )
 def test_a_program_that_does_not_exist(project, words, message):
     with pytest.raises(ValueError, match=message):
-        Program.of_command(words)
+        Script.of_command(words)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def run(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setattr(launch.subprocess, "run", start)
             outcome = launch.run(
-                Program("script", "train.py"), gpu_named(gpu), CONTEXT_BYTES, {"multiple_of": 8}
+                Script("script", "train.py"), gpu_named(gpu), CONTEXT_BYTES, {"multiple_of": 8}
             )
         assert Path(commands[-1][1]).name == "child.py"
         # Nothing is left behind.
@@ -107,7 +107,7 @@ def test_a_plan_comes_back(run):
 
 
 def test_the_memory_of_a_step_comes_back(run):
-    memory = StepMemory({"forward": PhaseMemory(3, 4)}, {"torch": "2"}, "simulated RTX-4090")
+    memory = MeasuredStep({"forward": PhaseMemory(3, 4)}, {"torch": "2"}, "simulated RTX-4090")
     outcome = run(writing({"memory": asdict(memory), "assumptions": ["All are assumed."]}))
     assert outcome.memory == memory
     assert outcome.assumptions == ("All are assumed.",)
