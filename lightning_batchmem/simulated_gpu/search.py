@@ -132,7 +132,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         return {"nothing_fits": f"{NOTHING_FITS}: before the first step, {reason}"}
     except NothingFitsError as error:
         return {"nothing_fits": " ".join([*notes, str(error)])}
-    if any(isinstance(one, torch.optim.LBFGS) for one in trainer.optimizers):
+    if plan.project_recipe and "LBFGS" in plan.project_recipe.optimizer_names:
         notes.append(
             "A step of LBFGS ends after its first iteration on a simulated GPU, and needs more"
             " memory in the training."

@@ -1,6 +1,7 @@
 """The search of a program on a simulated GPU, here without one: options, trainer and plan."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.plan.policy import RehearsalPolicy, SearchPolicy
+from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Trial, TrialMemory
 from lightning_batchmem.simulated_gpu import search as simulated
 from lightning_batchmem.state.saved_storages import SavedStorages
@@ -58,6 +60,16 @@ def test_a_plan_is_not_verified_and_has_no_times(finders):
     assert {getattr(trial, name) for trial in plan.trials for name in times} == {None}
     assert search_notes(plan)[0] == "A shape (2 is assumed) depends on values."
     assert result["assumptions"] == [search_notes(plan)[0]]
+
+
+def test_a_plan_of_lbfgs_says_what_its_step_lacks(finders, monkeypatch):
+    class WithOptimizer(simulated.SimulatedSearch):
+        def search(self, *arguments):
+            recipe = Recipe(optimizer_names=("LBFGS",))
+            return replace(super().search(*arguments), project_recipe=recipe)
+
+    monkeypatch.setattr(simulated, "SimulatedSearch", WithOptimizer)
+    assert run(quiet_trainer())["assumptions"][0].startswith("A step of LBFGS ends after its first")
 
 
 def test_the_memory_test_has_one_simulated_gpu(monkeypatch):
