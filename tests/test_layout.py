@@ -122,7 +122,7 @@ def test_sizes():
     # What belongs to the simulated GPU is apart: nobody needs it to read a search.
     simulated = [path for path in FILES if "simulated_gpu" in path.parts]
     assert sum(map(count_tokens, simulated)) <= 14_750
-    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 101_706
+    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 102_108
 
 
 # A reader keeps about ten fields in mind.
@@ -159,6 +159,7 @@ def test_records_have_about_ten_fields_or_are_made_of_parts():
 # Nobody assigns to an attribute of another object of the package. `_lightning/` assigns to those of
 # Lightning, and these files to those of torch, numpy, Lightning and Python.
 ASSIGNED = {
+    "batches/loader_size.py": {"kind.fetch"},
     "batches/byte_counts.py": {"pickler.dispatch_table"},
     "comparison.py": {"torch.backends.cudnn.benchmark"},
     "devices/out_of_memory.py": {"error.__traceback__"},

@@ -195,6 +195,14 @@ class MutedExperiment:
     def __init__(self, target: Any = None) -> None:
         vars(self)["_target"] = target
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the experiment, for ``isinstance``."""
+        return MutedExperiment if self._target is None else type(self._target)
+
+    def __float__(self) -> float:
+        return 0.0
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

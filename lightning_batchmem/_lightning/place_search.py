@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ MOST_CANDIDATES = 8
 
 # Objects between a root, such as the module, and the attribute: `module.cfg.train.batch_size`.
 _MOST_STEPS = 2
+
+# A vocabulary has more entries, and words of it may name a batch.
+_MOST_ENTRIES = 1000
 
 # "bs", "bsz" and "mbs" are words between underscores, unlike the end of "obs".
 _NAMES_A_BATCH = re.compile(r"batch|(?<![a-z])[mg]?bs(z|ize)?(?![a-z])", re.IGNORECASE)
@@ -205,7 +209,7 @@ def _entries_of(holder: Any) -> list[tuple[str, Any]]:
     is_mapping = issubclass(type(holder), Mapping)
     # The keys of a user's mapping may raise any error.
     with suppress(Exception):
-        for name in holder if is_mapping else _names_of(holder):
+        for name in islice(holder, _MOST_ENTRIES) if is_mapping else _names_of(holder):
             # An entry of a configuration may be missing, and an attribute may raise any error.
             with suppress(Exception):
                 if isinstance(name, str) and name.isidentifier():

@@ -79,6 +79,20 @@ class SingleSamples(Dataset[Any]):
         return self.batched[[index]]
 
 
+@dataclass(frozen=True)
+class JoinedSample:
+    """A batch of one sample, which ``__getitems__`` of a data set has joined."""
+
+    batch: Any
+
+
+def joined_collate(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
+    """Collate as the project does; batches of a data set are joined to one before."""
+    if isinstance(samples[0], JoinedSample):
+        return collate_fn(tree_map(_join, *(sample.batch for sample in samples)))
+    return collate_fn(samples)
+
+
 def _collated(collate_fn: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Join batches of one sample each to one batch, and then collate it as the project does."""
     # A list of one item has one sample. A longer list has the tensors of one batch.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +12,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-# The class is private in torch 2.5.1 to 2.14.
+# The classes are private in torch 2.5.1 to 2.14.
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_batchmem.batches.batch_sampler import batch_sampler_of, restored_sampler
@@ -207,22 +208,35 @@ def check_iteration(loader: DataLoader[Any]) -> None:
             f"the batches of {name} must follow its batch size, but none could be made before the"
             f" training to count its samples: {type(error).__name__}: {error}"
         ) from error
-    # Some batches do not tell it.
-    if count is not None:
-        check_count(loader, count)
+    check_count(loader, count)
 
 
-def _samples_of_first_batch(loader: DataLoader[Any]) -> int | None:
-    """Samples of the first batch of an iteration, counted where they are collated."""
+def _samples_of_first_batch(loader: DataLoader[Any]) -> int:
+    """Samples of the first batch of an iteration, which is read."""
+    with _counted_fetches() as counts:
+        batch = next(iter(loader))
+    return counts[0] if counts else samples_in(batch) or 0
+
+
+@contextmanager
+def _counted_fetches() -> Iterator[list[int]]:
+    """Count the indices of each batch that an iterator of torch makes, whoever has made it."""
     counts: list[int] = []
-    collate: Callable[[Any], Any] = loader.collate_fn
 
-    def counted(samples: Any) -> Any:
-        counts.append(len(samples))
-        return collate(samples)
+    def counting(fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(fetcher: Any, indices: Any) -> Any:
+            counts.append(len(indices))
+            return fetch(fetcher, indices)
 
-    if loader.batch_sampler is not None:
-        vars(loader)["collate_fn"] = counted
-    # An iterator that the loader has made before has the other collate function.
-    batch = next(iter(loader))
-    return counts[0] if counts else samples_in(batch)
+        return counted
+
+    before: dict[Any, Any] = {
+        kind: kind.fetch for kind in (_MapDatasetFetcher, _IterableDatasetFetcher)
+    }
+    for kind, fetch in before.items():
+        kind.fetch = counting(fetch)
+    try:
+        yield counts
+    finally:
+        for kind, fetch in before.items():
+            kind.fetch = fetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_batchmem.batches.batch_sampler import joined_collate
 from lightning_batchmem.batches.budget_batches import BudgetBatches
 from lightning_batchmem.batches.byte_counts import batched_sizes, count_bytes
 from lightning_batchmem.batches.loaders import BudgetLoader, LoaderInfo, StageLoaders
@@ -229,7 +231,7 @@ class _LoaderBatches:
     ) -> None:
         self.info = info
         loader = info.loader
-        self._collate = loader.collate_fn
+        self._collate = partial(joined_collate, loader.collate_fn)
         # A random batch is hardly ever larger than the largest samples of many.
         is_random = isinstance(loader.sampler, RandomSampler)
         samples = math.inf if info.samples is None else info.samples

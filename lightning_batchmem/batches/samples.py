@@ -25,7 +25,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_batchmem.batches.batch_sampler import restored_sampler
+from lightning_batchmem.batches.batch_sampler import JoinedSample, restored_sampler
 from lightning_batchmem.batches.byte_counts import (
     batched_sizes,
     count_bytes,
@@ -85,13 +85,9 @@ class SampleMeasure:
     largest: tuple[int, ...] = ()
 
     def __call__(self, samples: Any) -> MeasuredSample:
-        if not isinstance(samples, list) or len(samples) != 1:
-            raise ValueError(
-                "__getitems__ of the data set must return a list of samples, got"
-                f" {type(samples).__name__}. Let the collate function join them, or set the batch"
-                " size by hand."
-            )
-        [sample] = samples
+        # A data set may fetch a list, of the one sample here, or a batch that it has joined.
+        is_list = isinstance(samples, list) and len(samples) == 1
+        sample = samples[0] if is_list else JoinedSample(samples)
         if sample is None:
             # It is kept only until another sample comes.
             return MeasuredSample((), False, [] if self.largest else [self._sent(sample)])

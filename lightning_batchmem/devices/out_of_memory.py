@@ -102,7 +102,7 @@ def _matches(error: BaseException) -> bool:
 
 
 def _related(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error``, its causes and contexts, and the members of groups.
+    """Yield ``error`` and every error that its traceback shows.
 
     Each is yielded once, since chains of errors can have cycles.
     """
@@ -115,7 +115,9 @@ def _related(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(this))
         yield this
         waiting.append(this.__cause__)
-        waiting.append(this.__context__)
+        # A traceback does not show the context after "raise ... from None".
+        if not this.__suppress_context__:
+            waiting.append(this.__context__)
         if isinstance(this, BaseExceptionGroup):
             waiting.extend(this.exceptions)
 
@@ -126,7 +128,12 @@ def release_traceback(failure: BaseException) -> str:
     Source: https://github.com/Lightning-AI/pytorch-lightning/issues/7335
     """
     text = error_text(failure)
-    for error in list(_related(failure)):
+    seen: set[int] = set()
+    error: BaseException | None = failure
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
+        # What a traceback does not show keeps tensors too.
+        error = error.__cause__ or error.__context__
     return text

@@ -16,7 +16,7 @@ NoteKind = Literal[
     "settings",
     "search",
 ]
-"""What a note is about; the most surprising kind comes first.
+"""What a note is about, in the order in which notes are printed.
 
 - ``"training"``: what the size changes in the training, or what cannot go with it.
 - ``"simulation"``: what a search on a simulated GPU assumes, and what it leaves out.
@@ -47,6 +47,7 @@ class Note:
 
 def in_order(notes: Iterable[Note]) -> tuple[Note, ...]:
     """Each note that has a text once; the kinds in their order, and each kind as it came."""
-    kinds = get_args(NoteKind)
+    ranks = {kind: rank for rank, kind in enumerate(get_args(NoteKind))}
     distinct = dict.fromkeys(note for note in notes if note.text)
-    return tuple(sorted(distinct, key=lambda note: kinds.index(note.kind)))
+    # A plan of a later version may have other kinds.
+    return tuple(sorted(distinct, key=lambda note: ranks.get(note.kind, len(ranks))))

@@ -110,7 +110,7 @@ class Plan:
         """The largest size that fits, as far as it is known.
 
         It passed a rehearsal, or for ``objective="throughput"`` it is predicted to fit; ``None``
-        for a plan of an earlier version.
+        where it is not known.
         """
         return self.chosen.largest_batch_size
 
@@ -220,6 +220,7 @@ class Plan:
         # Other readers get what follows from the parts too.
         data = {
             "batch_size": self.batch_size,
+            "reason": self.reason,
             "training": self.training,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measured_peak_bytes": self.measured_peak_bytes,
@@ -238,6 +239,10 @@ class Plan:
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
+        if '"chosen"' not in text and '"limited_by"' in text:
+            raise ValueError(
+                "it is a plan of version 0.5 or older; delete the file to search again"
+            )
         plan = from_json(cls, text)
         smallest = min([plan.batch_size, *(trial.batch_size for trial in plan.trials)])
         if smallest < 1:

@@ -181,6 +181,13 @@ class AttributeState:
             for name, tensor in tensors:
                 for suffix, value in self._add_state_tensors(path, tensor):
                     yield f".{name}{suffix}", value
+            # The tables of a plain module are those of parameters, buffers, submodules and hooks.
+            for name in vars(Module()):
+                table = vars(root).get(name)
+                if isinstance(table, dict):
+                    self._seen[id(table)] = table
+                    for suffix, value in self._add_container(Path(path, f".{name}"), table):
+                        yield f".{name}{suffix}", value
 
     def _add_named(self, path: Path, value: Any) -> Children:
         if id(value) in self._left_out or isinstance(value, (*NOT_WALKED, *DATA)):
@@ -197,6 +204,10 @@ class AttributeState:
                 self._seen[id(tensor)] = tensor
                 self._add_tensor(path, tensor, math.inf)
                 yield from self._add_object(path, tensor)
+                # An average of a parameter, in an attribute of it, is as large as the parameter.
+                yield from self._add_state_tensors(
+                    path, list(getattr(tensor, "__dict__", {}).values())
+                )
 
     def _add(self, path: Path, value: Any) -> Children:
         if isinstance(value, LRScheduler):

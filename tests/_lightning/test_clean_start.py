@@ -261,19 +261,23 @@ def test_a_logger_is_read_and_logs_nothing(kind, tmp_path):
     logger = kind(tmp_path, name="mine", version=3)
     other = kind(tmp_path, name="other", version=4)
     names = ("name", "version", "save_dir", "log_dir", "root_dir")
+    experiment = type(logger.experiment)
     before = [kept(logger), [getattr(logger, name) for name in names], [*vars(kind).items()]]
+    files = list(tmp_path.rglob("*"))
     with muted_logger(logger), muted_logger(other), muted_logger(logger):
         assert type(logger) is kind
         assert [getattr(logger, name) for name in names] == before[1]
         logger.log_metrics({"loss": 1.0}, step=1)
         logger.log_hyperparams({"lr": 1.0})
         logger.experiment.add_scalar("loss", 1.0)
+        assert isinstance(logger.experiment, experiment)
+        assert float(logger.experiment.best) == 0.0
         logger.experiment = 1
         logger.save()
         logger.finalize("success")
     after = [kept(logger), [getattr(logger, name) for name in names], [*vars(kind).items()]]
     assert after == before
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == files
 
 
 class Inherits(CSVLogger):

@@ -1,4 +1,6 @@
-"""Data sets with ``__getitems__``, which fetches the samples of a batch at once."""
+"""Data sets whose ``__getitems__`` returns a batch."""
+
+import threading
 
 import pytest
 import torch
@@ -7,6 +9,16 @@ from torch.utils.data import Dataset, Subset
 from tests.helpers.samples import batches
 
 X = torch.arange(40.0)
+
+
+class Rows:
+    """A batch that only its data set can make."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return self
 
 
 class Fetches(Dataset):
@@ -22,6 +34,41 @@ class Fetches(Dataset):
         return self.make(X[indices])
 
 
+MADE = {
+    "dictionary": (lambda x: {"x": x}, lambda batch: batch["x"]),
+    "tuple": (lambda x: (x, x), lambda batch: batch[0]),
+    "list of two tensors": (lambda x: [x, x], lambda batch: batch[1]),
+    "list of three tensors": (lambda x: [x, x, x], lambda batch: batch[2]),
+    "tensor": (lambda x: x, lambda batch: batch),
+}
+
+
+@pytest.mark.parametrize("reads_in_worker", [True, False])
+@pytest.mark.parametrize("name", MADE)
+def test_the_data_set_joins_its_samples(name, reads_in_worker, monkeypatch):
+    if not reads_in_worker:
+        monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    make, read = MADE[name]
+    dataset = Fetches(make)
+    made = batches(dataset, collate_fn=lambda batch: batch)
+    for size in (1, 2, 7):
+        batch, _ = made.batch(size)
+        assert type(batch) is type(make(X))
+        assert len(set(read(batch).tolist())) == size
+        assert read(made.other_lengths(size, 1)[0]).shape == (size,)
+    assert dataset.reads == 0
+    assert not made.notes
+
+
+def test_samples_that_differ_are_padded_by_the_data_set():
+    def padded(x):
+        return {"x": torch.zeros(len(x), 1 + int(x.max()))}
+
+    made = batches(Fetches(padded), collate_fn=lambda batch: batch)
+    assert made.batch(3)[0]["x"].shape == (3, 40)
+    assert made.longest_bytes == [40 * 4]
+
+
 @pytest.mark.parametrize("is_part", [False, True])
 @pytest.mark.parametrize("reads_in_worker", [True, False])
 def test_a_list_of_samples_is_collated_here(reads_in_worker, is_part, monkeypatch):
@@ -33,10 +80,17 @@ def test_a_list_of_samples_is_collated_here(reads_in_worker, is_part, monkeypatc
     assert dataset.reads == 0
 
 
-@pytest.mark.parametrize(
-    "make", [lambda x: {"x": x}, lambda x: (x, x), lambda x: [x, x], torch.neg]
-)
-def test_a_batch_that_the_data_set_has_joined_is_refused(make):
-    message = "__getitems__ of the data set must return a list of samples, got"
+def test_a_batch_of_another_kind_is_refused():
+    made = batches(Fetches(Rows), collate_fn=lambda batch: batch)
+    message = "must consist of tensors and arrays, got Rows. Let the collate function join"
     with pytest.raises(ValueError, match=message):
-        batches(Fetches(make), collate_fn=lambda batch: batch)
+        made.batch(4)
+
+
+def test_a_data_set_that_cannot_be_copied_does_not_change_where_no_worker_reads(monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda **_: "spawn")
+    dataset = Fetches(lambda x: {"x": x})
+    dataset.lock = threading.Lock()
+    made = batches(dataset, collate_fn=lambda batch: batch)
+    assert len(set(made.batch(3)[0]["x"].tolist())) == 3
+    assert dataset.reads == 0

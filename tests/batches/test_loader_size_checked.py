@@ -108,6 +108,30 @@ def test_a_loader_that_ignores_its_size(in_worker, request):
     assert loader.dataset.reads == 0
 
 
+class Regroups(DataLoader):
+    """Iterates over another loader, of the size that it was made with."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.inner = DataLoader(self.dataset, self.batch_size, collate_fn=self.collate_fn)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+def boxes_of(samples):
+    """A batch of detection, which does not tell the number of its samples."""
+    return {"boxes": torch.cat([sample.repeat(3, 1) for sample in samples]), "names": "cat"}
+
+
+def test_a_loader_around_another_one_ignores_its_size():
+    loader = Regroups(Rows(), batch_size=4, collate_fn=boxes_of)
+    check_iteration(loader)
+    set_loader_batch_size(loader, 8)
+    with pytest.raises(ValueError, match=r"the loader Regroups must make .* has 4 samples after"):
+        check_iteration(loader)
+
+
 def test_a_loader_that_repeats_follows():
     loader = RepeatingLoader(Rows(), batch_size=4)
     set_loader_batch_size(loader, 8)

@@ -653,6 +653,34 @@ def all_owning(size: int) -> DataLoader[Any]:
     )
 
 
+class FetchesBatches(Noisy):
+    """Reads a batch at once, in a form that only it can join: padded to its longest sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
+        self.reads += 1
+        samples = [super(FetchesBatches, self).__getitem__(index) for index in indices]
+        x, y = default_collate(samples)
+        mask = torch.ones(len(indices), 1 + max(index % 3 for index in indices))
+        return {"x": x + 0.01 * self.reads, "y": y, "mask": mask}
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+def fetched(size: int) -> DataLoader[Any]:
+    return shuffled(size, FetchesBatches(), collate_fn=unchanged)
+
+
+class OfFetched(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch["x"], batch["y"]), batch_idx) * batch["mask"].mean()
+
+
 class Grows(Net):
     """Frozen layers and few features at first; both, and a memory bank, come later."""
 
@@ -1114,6 +1142,7 @@ CASES = {
         Plain, fit=given(lambda size: shuffled(size, Lines()))
     ),
     "parts_that_own_something": Case(Plain, fit=given(all_owning)),
+    "data_set_that_fetches_batches": Case(OfFetched, fit=given(fetched)),
     "subset_sampler": Case(Plain, fit=given(of_every_second)),
     "size_in_a_dict": Case(
         Plain,

@@ -11,6 +11,11 @@ def test_kinds_have_an_order_and_each_kind_keeps_its_own():
     assert [note.text for note in in_order(notes)] == ["changes", "grows", "z", "a"]
 
 
+def test_a_kind_of_a_later_version_comes_last():
+    later = Note("of a later version", "new")
+    assert in_order([later, Note("search", "old")]) == (Note("search", "old"), later)
+
+
 def test_a_note_appears_once_and_an_empty_one_never():
     note = Note("limit", "long samples")
     assert in_order([note, Note("search", ""), Note("limit", "long samples")]) == (note,)

@@ -249,6 +249,8 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     module = Module(nn.Linear(2, 2))
     data = LightningDataModule()
     module.rows = [[index] for index in range(1000)]
+    module.many = nn.ModuleList(nn.Identity() for _ in range(200))
+    last = module.many[-1]
     data.rows = [[index] for index in range(1000)]
     weight = module.value.weight
     before = weight.detach().clone()
@@ -257,8 +259,11 @@ def test_weights_and_structure_are_restored_when_the_walk_ends_early(monkeypatch
     module.value.weight = nn.Parameter(torch.zeros(2, 2))
     module.value.eval()
     module.late = 1
+    last.register_buffer("late", torch.zeros(1))
+    last.add_module("child", nn.Identity())
     kept.restore_or_warn()
     assert module.value.weight is weight
+    assert not [*last.buffers(), *last.children()]
     assert torch.equal(weight, before)
     assert module.value.training
     assert not hasattr(module, "late")
