@@ -302,16 +302,15 @@ class BatchFinder(Callback):
             plan = apply_to_training(setting, plan, run.undo)
             self.plan = self._plan_of_fit = plan
             self._plans_of_process.extend((ref(one), plan) for one in setting.owners)
-            watch = None
-            if saved_plan is None:
-                # Average samples are smaller than many batches of the training.
-                knows_largest = options.worst_case != "typical"
-                watch = TrainingWatch(search.device_memory, plan, knows_largest_batch=knows_largest)
-            run.begin_training(plan, watch)
+            run.begin_training(plan)
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
                 run.undo.enter_context(search.device_memory.limit_enforced(limit_bytes))
             if saved_plan is None:
+                # Average samples are smaller than many batches of the training.
+                knows_largest = options.worst_case != "typical"
+                memory = search.device_memory
+                run.watch(TrainingWatch(memory, plan, knows_largest_batch=knows_largest))
                 self._report(trainer, plan)
                 if trainer.is_global_zero:
                     write_missing_plan(self._given_plan, plan)

@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.optimizer_steps import (
     learning_rate_attribute,
     learning_rates,
     optimizer_names,
-    schedule_notes,
+    schedule_texts,
     settings_in_batches,
 )
 from lightning_batchmem._lightning.places import ProjectAttribute
@@ -32,7 +32,7 @@ from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.recipe import learning_rate_note
+from lightning_batchmem.plan.recipe import learning_rate_text
 from lightning_batchmem.search.earlier_plan import changes_since
 
 
@@ -115,8 +115,8 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
             f" {plan.learning_rate:.6g}, but those of the optimizers changed otherwise, {changes}."
             " Let configure_optimizers use it as it is, or leave lr_scaling out."
         )
-    rate = Note("training", learning_rate_note(before, recipe, plan.unit))
-    schedules = [Note("training", text) for text in schedule_notes(trainer, before, recipe)]
+    rate = Note("training", learning_rate_text(before, recipe, plan.unit))
+    schedules = [Note("training", text) for text in schedule_texts(trainer, before, recipe)]
     # A resumed run has the notes of its checkpoint.
     return replace(plan, recipe=recipe, notes=in_order([rate, *plan.notes, *schedules]))
 

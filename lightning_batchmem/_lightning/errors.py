@@ -63,7 +63,7 @@ def noted_errors(
         raise
 
 
-def note_of_retry(error: Exception, setting: BatchSizeSetting, options: SearchOptions) -> str:
+def retry_text(error: Exception, setting: BatchSizeSetting, options: SearchOptions) -> str:
     """Why a search begins again at the project's own size, after an error below it.
 
     A step may divide its batch, or start a codebook with it, and need more than two samples.

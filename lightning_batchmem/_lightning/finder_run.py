@@ -194,9 +194,12 @@ class FinderRun:
             )
             without_search.close()
 
-    def begin_training(self, plan: Plan, watch: TrainingWatch | None) -> None:
-        """Keep the plan of a training, and the watch over it if a search has made the plan."""
+    def begin_training(self, plan: Plan) -> None:
+        """Keep the plan of a training."""
         self.plan = plan
+
+    def watch(self, watch: TrainingWatch) -> None:
+        """Keep the watch over a training whose plan a search has made."""
         self._watch = watch
 
     def begin_step(self, trainer: Trainer, batch: object) -> None:

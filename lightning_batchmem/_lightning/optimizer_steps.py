@@ -26,7 +26,7 @@ from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.recipe import Epoch, Recipe, learning_rate_factor, rounded_step_note
+from lightning_batchmem.plan.recipe import Epoch, Recipe, learning_rate_factor, rounded_step_text
 from lightning_batchmem.search.ranks import Ranks
 
 # The attributes of torch's schedulers that are a number of steps, or several. Milestones are those
@@ -192,7 +192,7 @@ def with_recipe(
     settings = settings_in_batches(
         trainer, ratio, epoch.batches, follows_validation=program.follows_validation
     )
-    missed = rounded_step_note(
+    missed = rounded_step_text(
         after,
         program.samples_per_step,
         "your own size" if target is None else "target_batch_size",
@@ -209,7 +209,7 @@ def with_recipe(
     plan = replace(plan, recipe=replace(after, trainer_settings=settings), project_recipe=before)
     return plan.with_notes(
         Note("training", missed),
-        Note("training", accumulation_note(trainer, loaders, options, before, after)),
+        Note("training", accumulation_text(trainer, loaders, options, before, after)),
         *of_settings,
     )
 
@@ -245,7 +245,7 @@ def settings_in_batches(
     return {name: count for name, count in settings.items() if count != getattr(trainer, name)}
 
 
-def schedule_notes(trainer: Trainer, before: Recipe, after: Recipe) -> list[str]:
+def schedule_texts(trainer: Trainer, before: Recipe, after: Recipe) -> list[str]:
     """A sentence for each schedule in steps whose length does not go with the training any more.
 
     Args:
@@ -311,7 +311,7 @@ def _parts(scheduler: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def accumulation_note(
+def accumulation_text(
     trainer: Trainer,
     loaders: StageLoaders,
     options: SearchOptions,

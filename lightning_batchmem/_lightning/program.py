@@ -269,14 +269,14 @@ class TrainingProgram(StageProgram):
     def largest_batch_bytes(self) -> int:
         return self._clean_start.search_callback.largest_batch_bytes
 
-    def longest_sample_note(self, plan: Plan, project_size: int | None, ranks: Ranks) -> str:
+    def longest_sample_text(self, plan: Plan, project_size: int | None, ranks: Ranks) -> str:
         """A sentence about a size that the longest samples keep below the project's."""
         # The samples of this rank may be others.
-        note = ranks.exchange(self.training.batches.longest_sample_note(plan.batch_size))[0]
+        note = ranks.exchange(self.training.batches.longest_sample_text(plan.batch_size))[0]
         is_smaller = plan.batch_size < (project_size or 0)
         return note if is_smaller and plan.limited_by == "memory" else ""
 
-    def kept_size_note(self, project_size: int | None) -> str:
+    def kept_size_text(self, project_size: int | None) -> str:
         """A sentence about loaders of a validation that keep the size of the project."""
         if self.evaluation is None or self.evaluation.loaders.follows:
             return ""

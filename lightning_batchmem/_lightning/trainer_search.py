@@ -20,7 +20,7 @@ from lightning_batchmem._lightning.data_source import (
     validation_loop,
     validation_source,
 )
-from lightning_batchmem._lightning.errors import note_of_retry, noted_errors
+from lightning_batchmem._lightning.errors import noted_errors, retry_text
 from lightning_batchmem._lightning.optimizer_steps import (
     learning_rate_to_scale,
     project_recipe,
@@ -36,7 +36,7 @@ from lightning_batchmem._lightning.program import (
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
-from lightning_batchmem._lightning.trainer_state import idle_callbacks_note, weight_average_bytes
+from lightning_batchmem._lightning.trainer_state import idle_callbacks_text, weight_average_bytes
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem.batches.loaders import StageLoaders
 from lightning_batchmem.batches.probe_batches import ProbeBatches
@@ -47,7 +47,7 @@ from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.recipe import Recipe, longer_search_note
+from lightning_batchmem.plan.recipe import Recipe, longer_search_text
 from lightning_batchmem.search.compiled import each_size_static
 from lightning_batchmem.search.earlier_plan import parameters_text
 from lightning_batchmem.search.limits import MemoryRoom
@@ -154,10 +154,10 @@ class TrainerSearch:
         texts = []
         # Elsewhere there is room for what callbacks keep.
         if plan.limited_by == "memory":
-            texts.append(idle_callbacks_note(self.trainer))
+            texts.append(idle_callbacks_text(self.trainer))
         if not self.is_simulated:
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]
-            texts.append(longer_search_note(seconds, plan.training_seconds))
+            texts.append(longer_search_text(seconds, plan.training_seconds))
         return plan.with_notes(*(Note("search", text) for text in texts))
 
     def _search_in(
@@ -196,15 +196,15 @@ class TrainerSearch:
                 except Exception as error:
                     if note:
                         add_note(error, note)
-                    note = note_of_retry(error, setting, options)
+                    note = retry_text(error, setting, options)
                     if not note:
                         raise
                 options = replace(options, min_batch_size=setting.project_size)
                 clean_start.reset_for_loaders()
         plan = plan.with_notes(
-            Note("limit", program.longest_sample_note(plan, setting.project_size, self.ranks)),
-            Note("search", program.kept_size_note(setting.project_size)),
-            Note("search", state.frozen_note),
+            Note("limit", program.longest_sample_text(plan, setting.project_size, self.ranks)),
+            Note("search", program.kept_size_text(setting.project_size)),
+            Note("search", state.frozen_text),
             Note("search", note),
         )
         return FoundPlan(

@@ -49,7 +49,7 @@ def end_of_tuning(trainer: object) -> BaseException:
 
 @dataclass
 class _CallsBefore:
-    """Calls functions, and then a method. Unlike a closure, it can be pickled.
+    """Calls functions, and then a method. Unlike a closure, it can be pickled if its function can.
 
     Args:
         owner: the object with the method.
@@ -258,7 +258,7 @@ def is_fast_dev_run(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
-def idle_callbacks_note(trainer: Trainer) -> str:
+def idle_callbacks_text(trainer: Trainer) -> str:
     """A sentence about callbacks that may keep tensors, and do nothing in a search."""
     hooks = ("on_train", "on_validation", "on_before", "on_after")
     names = [type(one).__name__ for one in callbacks_of(trainer) if has_hook_of_user(one, *hooks)]

@@ -38,7 +38,7 @@ class TrainingState:
         is_first: whether this is the state in which the training starts.
 
     Attributes:
-        frozen_note: a sentence about parameters that may be unfrozen in a way that the search does
+        frozen_text: a sentence about parameters that may be unfrozen in a way that the search does
             not know; empty without them.
     """
 
@@ -47,7 +47,7 @@ class TrainingState:
         self._later = later
         self._is_first = is_first
         self._unfreezing = Unfreezing(trainer)
-        self.frozen_note = ""
+        self.frozen_text = ""
 
     @property
     def is_later(self) -> bool:
@@ -93,7 +93,7 @@ class TrainingState:
         else:
             self._unfreezing.run_to_most_trained(callbacks, epochs)
         if not callbacks and self._later is None:
-            self.frozen_note = value_or_none("The optimizers", frozen_note, trainer) or ""
+            self.frozen_text = value_or_none("The optimizers", frozen_text, trainer) or ""
 
 
 class Unfreezing:
@@ -223,7 +223,7 @@ def _trained_bytes(trainer: Trainer) -> int:
     return sum(one.numel() * one.element_size() for one in parameters if one.requires_grad)
 
 
-def frozen_note(trainer: Trainer) -> str:
+def frozen_text(trainer: Trainer) -> str:
     """A note about frozen parameters that an optimizer has; empty where there are none.
 
     The frozen parameters of LoRA are in no optimizer, and stay frozen.

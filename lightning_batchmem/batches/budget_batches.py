@@ -249,7 +249,7 @@ class BudgetBatches:
         self.longest_bytes = reading.largest_bytes
         return budget
 
-    def longest_sample_note(self, batch_size: int) -> str:
+    def longest_sample_text(self, batch_size: int) -> str:
         """Empty: the loader has made these batches."""
         return ""
 

@@ -194,9 +194,9 @@ class ProbeBatches:
                 ahead.append((loader, count * batches.batch_bytes(batch_size, longest_bytes)))
         return ahead
 
-    def longest_sample_note(self, batch_size: int) -> str:
+    def longest_sample_text(self, batch_size: int) -> str:
         """A sentence about a size at which batches have the longest samples only; else empty."""
-        notes = [one.longest_sample_note(batch_size) for one in self._of_loaders]
+        notes = [one.longest_sample_text(batch_size) for one in self._of_loaders]
         return next((note for note in notes if note), "")
 
     def agree(self, of_ranks: Sequence[tuple[list[int], tuple[Note, ...]]]) -> None:
@@ -310,7 +310,7 @@ class _LoaderBatches:
     def other_lengths(self, batch_size: int, index: int) -> Any:
         return self._collated(self.choice.other_positions(self.count(batch_size), index))
 
-    def longest_sample_note(self, batch_size: int) -> str:
+    def longest_sample_text(self, batch_size: int) -> str:
         """As in :class:`ProbeBatches`."""
         if not isinstance(self.choice, LongestSample):
             return ""

@@ -239,10 +239,9 @@ class Plan:
         Raises:
             ValueError: when ``text`` is not the JSON of a plan.
         """
+        # Until version 0.5 the fields of `chosen` had no part of their own.
         if '"chosen"' not in text and '"limited_by"' in text:
-            raise ValueError(
-                "it is a plan of version 0.5 or older; delete the file to search again"
-            )
+            raise ValueError("it is a plan of version 0.5 or older; search again without it")
         plan = from_json(cls, text)
         smallest = min([plan.batch_size, *(trial.batch_size for trial in plan.trials)])
         if smallest < 1:

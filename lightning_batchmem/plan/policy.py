@@ -18,7 +18,7 @@ class BudgetPolicy:
     """Batches that are read at each budget, where the loader forms them. Source: It bounds the time
     of a search, as `scan_seconds` does."""
     first_batches_kept: int = 2
-    """So many of the first of these batches are run besides the worst ones. Source: Changing shapes
+    """This many of the first batches run besides the worst ones. Source: Changing shapes
     fragment memory."""
     shrinking_share: float = 0.3
     """A search over a budget begins at the project's, divided by 4 as long as this leaves at

@@ -142,7 +142,7 @@ def training_text(before: Recipe, after: Recipe, unit: Unit) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def rounded_step_note(after: Recipe, samples_per_step: int | None, whose: str, unit: Unit) -> str:
+def rounded_step_text(after: Recipe, samples_per_step: int | None, whose: str, unit: Unit) -> str:
     """A sentence about steps that cannot have exactly these samples; empty where they have them.
 
     Args:
@@ -160,7 +160,7 @@ def rounded_step_note(after: Recipe, samples_per_step: int | None, whose: str, u
     )
 
 
-def longer_search_note(search_seconds: float, training_seconds: float | None) -> str:
+def longer_search_text(search_seconds: float, training_seconds: float | None) -> str:
     """A sentence about a search that took longer than the training takes; empty for others."""
     if training_seconds is None or search_seconds <= max(_SHORT_SECONDS, training_seconds):
         return ""
@@ -224,7 +224,7 @@ def learning_rate_factor(
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
-def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
+def learning_rate_text(before: Recipe, after: Recipe, unit: Unit) -> str:
     """A note for a run whose samples per optimizer step changed and whose learning rates did not.
 
     It is empty for any other run.
@@ -253,7 +253,7 @@ def learning_rate_note(before: Recipe, after: Recipe, unit: Unit) -> str:
     )
 
 
-def slower_note(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) -> str:
+def slower_text(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) -> str:
     """A sentence about a chosen size that is slower than the project's; empty for any other."""
     if len(speeds) < 2:
         return ""
@@ -268,7 +268,7 @@ def slower_note(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) 
     )
 
 
-def loss_note(losses: Sequence[float | None]) -> str:
+def loss_text(losses: Sequence[float | None]) -> str:
     """A sentence about a loss with which accumulation does not go; empty for any other.
 
     Copies of a sample show it: the mean of their losses is the same for any number of them.

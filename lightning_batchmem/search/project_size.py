@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_batchmem.plan.limits import SearchLimits
 from lightning_batchmem.plan.objectives import objective_of
-from lightning_batchmem.plan.recipe import COPIES, SLOWER_SHARE, loss_note
+from lightning_batchmem.plan.recipe import COPIES, SLOWER_SHARE, loss_text
 from lightning_batchmem.plan.records import Chosen, NextSize, Speed, Trial
 from lightning_batchmem.plan.sizes import accumulated_batches, is_allowed
 from lightning_batchmem.search.program import Program
@@ -34,8 +34,8 @@ class ProjectSize:
     def compared(self, chosen: Chosen, run: Callable[[NextSize], Trial]) -> Chosen:
         """Compare the speeds of both sizes where both fit.
 
-        By default the own size is taken if it is faster, and ``objective="throughput"`` leaves it
-        only for one that is faster.
+        By default the project's size is taken if it is faster; ``objective="throughput"`` leaves
+        it only for one that is faster.
 
         Args:
             chosen: what the search has found.
@@ -68,7 +68,7 @@ class ProjectSize:
         why = f"it is the size of the project, and {limits.unit.size(size)} {how}."
         return replace(chosen, batch_size=project_size, limited_by="throughput", why=why)
 
-    def note_of_loss(self, batch_size: int) -> str:
+    def text_of_loss(self, batch_size: int) -> str:
         """A sentence about a loss with which the accumulation of this size does not go."""
         limits = self.limits
         if accumulated_batches(batch_size, limits) <= self.program.accumulate_grad_batches:
@@ -76,7 +76,7 @@ class ProjectSize:
         if limits.steps_are_collective or limits.options.budget or batch_size < max(COPIES):
             return ""
         losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
-        return loss_note(losses)
+        return loss_text(losses)
 
     def _samples_per_second(self, batch_size: int) -> float:
         """The throughput of the slowest rank at a size; 0 where it was not measured."""

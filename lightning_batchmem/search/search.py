@@ -11,7 +11,7 @@ from lightning_batchmem.plan.notes import Note, in_order
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
-from lightning_batchmem.plan.recipe import Recipe, slower_note
+from lightning_batchmem.plan.recipe import Recipe, slower_text
 from lightning_batchmem.plan.records import Chosen, Growth, NextSize, SearchFailed, Trial, mib
 from lightning_batchmem.plan.rules import decide
 from lightning_batchmem.plan.sizes import (
@@ -148,9 +148,9 @@ class BatchSizeSearch:
     def _plan(self, chosen: Chosen, notes: list[Note]) -> Plan:
         self._program.check_batch_size(chosen.batch_size)
         limits = self._limits
-        on_training = [slower_note(chosen.speeds, chosen.batch_size, limits)]
+        on_training = [slower_text(chosen.speeds, chosen.batch_size, limits)]
         if not self._is_simulated:
-            on_training.append(self._project_size().note_of_loss(chosen.batch_size))
+            on_training.append(self._project_size().text_of_loss(chosen.batch_size))
         of_steps = [
             Note(
                 "search",

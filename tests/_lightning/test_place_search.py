@@ -394,6 +394,12 @@ def test_at_most_eight():
     assert paths[0] == "batch_14"
 
 
+def test_words_of_a_vocabulary_hide_no_size():
+    words = {f"word_{index}": index + 100 for index in range(1000)}
+    late = {f"batch_{index}": index + 7000 for index in range(9)}
+    assert candidate_paths([{**words, **late}, {"n": 4}], [4]) == ["n"]
+
+
 def test_one_object_under_two_names():
     shared = Namespace(batch_size=4)
     assert candidate_paths([{"first": shared, "second": shared}], [4]) == ["first.batch_size"]

@@ -9,11 +9,11 @@ from lightning_batchmem.plan.recipe import (
     Epoch,
     Recipe,
     learning_rate_factor,
-    learning_rate_note,
-    longer_search_note,
-    loss_note,
-    rounded_step_note,
-    slower_note,
+    learning_rate_text,
+    longer_search_text,
+    loss_text,
+    rounded_step_text,
+    slower_text,
     step_ratio,
     training_text,
 )
@@ -147,22 +147,22 @@ def test_the_samples_of_an_optimizer_step(epoch, batch_size, accumulate, samples
 )
 def test_a_step_that_is_missed_is_one_note(budget_name, size):
     after = Recipe(126, 2, 4, 1008)
-    note = rounded_step_note(after, 1010, "target_batch_size", Unit(budget_name))
+    note = rounded_step_text(after, 1010, "target_batch_size", Unit(budget_name))
     assert note == (
         f"An optimizer step has {size}, not the 1,010 of target_batch_size: 4 ranks x 2 x 126."
     )
-    assert rounded_step_note(after, 1008, "target_batch_size", Unit(budget_name)) == ""
-    assert rounded_step_note(after, None, "target_batch_size", Unit(budget_name)) == ""
+    assert rounded_step_text(after, 1008, "target_batch_size", Unit(budget_name)) == ""
+    assert rounded_step_text(after, None, "target_batch_size", Unit(budget_name)) == ""
 
 
 def test_a_search_that_takes_longer_than_the_training_is_one_note():
-    assert longer_search_note(12.0, 3.0) == (
+    assert longer_search_text(12.0, 3.0) == (
         "The search took 12 s, and the steps of the training take about 3 s. Write the size into"
         " your code to search no more."
     )
-    assert longer_search_note(3.0, 12.0) == ""
-    assert longer_search_note(3.0, None) == ""
-    assert longer_search_note(2.0, 1.0) == ""
+    assert longer_search_text(3.0, 12.0) == ""
+    assert longer_search_text(3.0, None) == ""
+    assert longer_search_text(2.0, 1.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -224,33 +224,33 @@ def test_note(names, effective, expected):
     before = Recipe(effective_batch_size=32, learning_rates=(0.1,))
     after = replace(before, effective_batch_size=effective, optimizer_names=names)
     text = f"An optimizer step has {effective:,} samples instead of 32 at the same learning rate"
-    note = learning_rate_note(before, after, Unit())
+    note = learning_rate_text(before, after, Unit())
     assert note == (text + expected if expected else "")
 
 
 def test_there_is_no_note_where_the_project_changes_its_rate_itself():
     before = Recipe(effective_batch_size=32, learning_rates=(0.1,), optimizer_names=("SGD",))
     after = replace(before, effective_batch_size=64, learning_rates=(0.2,))
-    assert learning_rate_note(before, after, Unit()) == ""
-    assert learning_rate_note(replace(before, effective_batch_size=None), after, Unit()) == ""
+    assert learning_rate_text(before, after, Unit()) == ""
+    assert learning_rate_text(replace(before, effective_batch_size=None), after, Unit()) == ""
 
 
 def test_where_the_project_steps_its_optimizers_batches_are_compared():
     before = Recipe(effective_batch_size=32, counts_batches=True, optimizer_names=("SGD",))
-    note = learning_rate_note(before, replace(before, effective_batch_size=48), Unit())
+    note = learning_rate_text(before, replace(before, effective_batch_size=48), Unit())
     assert note.startswith("A batch has 48 samples instead of 32 at the same learning rate, so")
 
 
 def test_a_slower_size_is_one_warning():
     speeds = (Speed(32, 245.0), Speed(160, 193.0))
-    assert slower_note(speeds, 160, limits()) == (
+    assert slower_text(speeds, 160, limits()) == (
         "160 samples are slower than your 32: 79% of the samples a second."
         ' objective="throughput" looks for the fastest size.'
     )
     # The size of the project was taken instead.
-    assert slower_note(speeds, 32, limits()) == ""
-    assert slower_note((Speed(32, 245.0), Speed(160, 240.0)), 160, limits()) == ""
-    assert slower_note((), 160, limits()) == ""
+    assert slower_text(speeds, 32, limits()) == ""
+    assert slower_text((Speed(32, 245.0), Speed(160, 240.0)), 160, limits()) == ""
+    assert slower_text((), 160, limits()) == ""
 
 
 @pytest.mark.parametrize(
@@ -269,6 +269,6 @@ def test_a_slower_size_is_one_warning():
     ],
 )
 def test_copies_of_a_sample_show_what_the_loss_is(losses, words):
-    note = loss_note(losses)
+    note = loss_text(losses)
     assert bool(note) == bool(words)
     assert words in note
