@@ -173,8 +173,8 @@ def find_batch_size_of_loop(
     )
     if objective in ("auto", "recipe"):
         raise ValueError(
-            'objective must be one of "memory", "throughput" for a loop, whose own batch size is'
-            f" not known, got {objective!r:.80}"
+            'objective cannot be "auto" or "recipe" for a loop, whose own batch size is not known,'
+            f" got {objective!r}. Leave it out for the largest size that fits."
         )
     check_plan(plan)
     check_switches(verbose=verbose)

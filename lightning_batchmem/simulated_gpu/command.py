@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_batchmem.check import HOST, MeasuredStep
+from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions, bytes_in
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import shown, table_text
@@ -133,7 +134,8 @@ def simulate(program: Script, gpus: str, context: str, options: Mapping[str, Any
     Raises:
         ValueError: for a GPU or an option that cannot be simulated.
     """
-    if options.get("objective") == "throughput":
+    objective = options.get("objective", "memory")
+    if objective_of(SearchOptions(objective=objective)).needs_times:
         raise ValueError("objective must be memory for a simulated GPU, which has no times")
     context_bytes = int(bytes_in(context))
     if context_bytes == 0:
