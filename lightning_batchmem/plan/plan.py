@@ -241,7 +241,7 @@ class Plan:
         """
         # Until version 0.5 the fields of `chosen` had no part of their own.
         if '"chosen"' not in text and '"limited_by"' in text:
-            raise ValueError("it is a plan of version 0.5 or older; search again without it")
+            raise ValueError("plans of version 0.5 and older cannot be read by this version")
         plan = from_json(cls, text)
         smallest = min([plan.batch_size, *(trial.batch_size for trial in plan.trials)])
         if smallest < 1:

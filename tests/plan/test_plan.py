@@ -120,7 +120,7 @@ def test_a_flat_plan_of_an_earlier_version_is_refused():
     data = json.loads(PLAN.to_json())
     chosen = data.pop("chosen")
     flat = {**data, **chosen}
-    with pytest.raises(ValueError, match=r"it is a plan of version 0\.5 or older"):
+    with pytest.raises(ValueError, match=r"plans of version 0\.5 and older cannot"):
         Plan.from_json(json.dumps(flat))
 
 
