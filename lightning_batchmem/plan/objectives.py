@@ -266,7 +266,9 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
         if limited_by == "recipe" and known.first_rehearsal_size >= _MOST_PREDICTED:
             why += " Memory alone allows far more."
         elif largest_size > size:
-            why += f" Memory alone allows about {limits.unit.size(largest_size)}."
+            # On a CPU the prediction is what is certain from the small sizes that ran.
+            about = "at least" if limits.is_host else "about"
+            why += f" Memory alone allows {about} {limits.unit.size(largest_size)}."
         notes = _dropped_notes(known)
     else:
         why = f"{_why_no_larger(known, largest_size)}."

@@ -668,6 +668,14 @@ def test_about_as_many_runs_are_left_as_most_searches_have():
     assert runs_left(NextSize(1000, "rehearsal"), []) == 0
 
 
+@pytest.mark.parametrize(("is_host", "about"), [(False, "about"), (True, "at least")])
+def test_a_bounded_plan_says_what_memory_alone_allows(is_host, about):
+    bounds = limits(cap=50, step=ProjectStep(33), is_host=is_host)
+    plan = drive(device(STRAIGHT), with_changes(bounds, max_reason="recipe")).plan
+    assert plan.largest_batch_size > plan.batch_size
+    assert f"Memory alone allows {about} {plan.largest_batch_size:,} samples." in plan.reason
+
+
 @pytest.mark.parametrize("differing_bytes", [(), (900, 300)])
 def test_lines_predict_no_larger_size_where_equal_steps_differ(differing_bytes):
     def run(step):
