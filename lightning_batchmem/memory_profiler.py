@@ -19,12 +19,13 @@ from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text, value_or_none
 from lightning_batchmem.devices.oom_snapshot import start_snapshot
+from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.run import Run, plan_in
 from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder
-from lightning_batchmem.profile.steady_steps import Options, SteadySteps
+from lightning_batchmem.profile.steady_steps import Options
 from lightning_batchmem.profile.step_memory import PEAK
 from lightning_batchmem.profile.summary import Summary
 from lightning_batchmem.profile.text import summary_text
@@ -119,8 +120,8 @@ class MemoryProfiler(Callback):
         # From the setup of a run to its begin.
         self._device_memory: DeviceMemory | None = None
         self._is_table_due = False
-        # What notes the phases of the step that runs; None in most steps.
-        self._steady: SteadySteps | None = None
+        # The phases of the step that runs; None where they are not measured.
+        self._phases: PhasePeaks | None = None
 
     @classmethod
     def optional(cls, **options: Any) -> Self:
@@ -212,19 +213,19 @@ class MemoryProfiler(Callback):
         """Begin a step."""
         if self._run is not None:
             placed = PlacedBatch(batch, batch_idx, dataloader_idx)
-            self._steady = self._run.begin_step(pl_module, placed)
+            self._phases = self._run.begin_step(pl_module, placed)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """End forward."""
-        if self._steady is not None:
-            self._steady.enter("backward")
+        if self._phases is not None:
+            self._phases.enter("backward")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         """End backward."""
-        if self._steady is not None:
-            self._steady.enter("optimizer step")
+        if self._phases is not None:
+            self._phases.enter("optimizer step")
 
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
@@ -238,7 +239,7 @@ class MemoryProfiler(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """End a step, and log the training if it is due."""
-        self._steady = None
+        self._phases = None
         if self._run is not None:
             self._run.end_step(trainer, PlacedBatch(batch, batch_idx, dataloader_idx))
 
@@ -357,7 +358,7 @@ class MemoryProfiler(Callback):
     def _finish(self, trainer: Trainer, *, is_complete: bool = True) -> None:
         run = self._run
         # Nothing more is recorded, even if an error ends the report.
-        self._run = self._steady = None
+        self._run = self._phases = None
         if run is not None:
             self._summary = run.finish(trainer, is_complete=is_complete)
             self._run_peak_bytes = run.peaks.run_bytes or None

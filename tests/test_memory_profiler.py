@@ -23,7 +23,7 @@ from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.profile import device_reader
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.recorder import StepClock
-from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
+from lightning_batchmem.profile.steady_steps import SteadyBreakdown
 from lightning_batchmem.profile.summary import Summary
 from tests.helpers import lawful
 from tests.helpers.lawful import Lawful, law

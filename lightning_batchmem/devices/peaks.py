@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats, PeakCounter
+from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.tensors import plain_tensors
 
@@ -106,6 +107,33 @@ class RequestedBytes:
 
     def current(self) -> MemoryStats:
         return _requested(self._device.current())
+
+
+class RisingPeak:
+    """The peak of a step where a phase has raised it, else 0 bytes.
+
+    Others may read the peak of the step too, so no phase restarts it.
+    """
+
+    def __init__(self, device: DeviceMemory) -> None:
+        self._device = device
+        self._highest_bytes = device.peak().allocated_bytes
+        if device.is_host:
+            # Memory that was freed may be used again.
+            self._highest_bytes += device.granularity_bytes
+
+    def reset_peak(self) -> None:
+        """Restart nothing."""
+
+    def peak(self) -> MemoryStats:
+        stats = value_or_none("The memory of a step", self._device.peak)
+        if stats is None or stats.allocated_bytes <= self._highest_bytes:
+            return MemoryStats(0)
+        self._highest_bytes = stats.allocated_bytes
+        return stats
+
+    def current(self) -> MemoryStats:
+        return self._device.current()
 
 
 def _requested(stats: MemoryStats) -> MemoryStats:

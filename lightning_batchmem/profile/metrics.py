@@ -13,7 +13,7 @@ from lightning_batchmem._lightning.trainer_state import is_of_lightning
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.flop_step import FlopStep
-from lightning_batchmem.profile.step import Interval
+from lightning_batchmem.profile.step import DeviceReading, Interval
 
 
 @dataclass
@@ -34,14 +34,14 @@ class LoggerMetrics:
     limit_bytes: int | None = None
     batch_sizes: dict[str, int | None] = field(default_factory=dict)
 
-    def take(self, interval: Interval) -> None:
-        """Log the metrics of the steps since the last log."""
+    def take(self, interval: Interval, reading: DeviceReading, logging_step: int) -> None:
+        """Log the metrics of the steps since the last log, and of the device at their end."""
         if not self.loggers:
             return
-        metrics = self.metrics(interval)
+        metrics = self.metrics(interval, reading)
         for logger in list(self.loggers):
             try:
-                logger.log_metrics(dict(metrics), step=interval.logging_step)
+                logger.log_metrics(dict(metrics), step=logging_step)
             # A logger may raise anything, and must not end a training.
             except Exception as error:  # noqa: BLE001
                 self.loggers.remove(logger)
@@ -50,7 +50,7 @@ class LoggerMetrics:
                     f"{name} gets no more metrics of MemoryProfiler: {error_text(error)}"
                 )
 
-    def metrics(self, interval: Interval) -> dict[str, float]:
+    def metrics(self, interval: Interval, reading: DeviceReading) -> dict[str, float]:
         """Return the metrics in MiB, ms and per cent, without the unknown ones.
 
         Those of an evaluation have its stage at the end, as in ``speed/step_ms_validate``.
@@ -58,7 +58,6 @@ class LoggerMetrics:
         totals = interval.totals
         times = totals.times
         ranks = self.world_size
-        reading = interval.reading
         # Only an allocator reserves memory; without one a peak is the process's.
         has_tensors = totals.peak_reserved_bytes is not None
         process_bytes = totals.peak_reserved_bytes if has_tensors else totals.peak_bytes

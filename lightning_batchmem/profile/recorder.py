@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,6 +19,7 @@ from lightning_batchmem.devices.accelerator import replays_graphs
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.out_of_memory import phase_of
+from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.options import count_from
 from lightning_batchmem.plan.records import counted
 from lightning_batchmem.profile.steady_steps import Options, SteadySteps
@@ -187,16 +189,18 @@ class StepRecorder:
         self.clock = self.run_clock
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
-        self._has_hooks = any(
+        has_hooks = any(
             has_hook_of_user(one, *_HOOKS_OF_BATCHES) for one in (*callbacks_of(trainer), module)
         )
-        self.memory = StepMemory(device_memory, self._device)
+        self.memory = StepMemory(device_memory, self._device, reads_each=has_hooks)
         self._counter = BatchCounter(trainer, options.items_fn)
         self._batch = _NO_BATCH
         self._has_graphs = False
         self._compiled = compiled_frames()
-        # The step that has ended, whose seconds are not known yet.
-        self._ended: Step | None = None
+        # What was read before the step that runs: the peak since the last one, and what is held.
+        self._before: tuple[int | None, int | None] = (None, None)
+        # Makes the step that has ended, once its time is known.
+        self._ended: Callable[..., Step] | None = None
 
     def skip(self) -> None:
         """Forget a step that has begun without an end, and the wait for its batch.
@@ -222,73 +226,71 @@ class StepRecorder:
         if not self.clock.in_step:
             self.memory.leave()
 
-    def start(self, module: LightningModule, batch: PlacedBatch, arrived: float) -> bool:
+    def start(
+        self, module: LightningModule, batch: PlacedBatch, arrived: float
+    ) -> PhasePeaks | None:
         """Begin a step, whose batch has arrived at this time.
 
         Returns:
-            Whether the breakdown was taken.
+            The phases of the step if they are measured.
         """
-        self.clock.start(arrived)
+        clock = self.clock
+        clock.start(arrived)
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
-        clock = self.clock
         is_of_run = clock is self.run_clock
-        self.memory.start(batch.batch, is_of_run=is_of_run, reads_each=self._has_hooks)
-        if not is_of_run:
-            return False
-        is_taken = self.steady.begin(module, batch.batch, clock.number)
-        if is_taken:
+        self._before = self.memory.start(batch.batch, is_of_run=is_of_run)
+        # The time of the breakdown does not belong to the step.
+        if is_of_run and self.steady.begin(module, batch.batch, clock.number):
             self.memory.begin_growth()
             clock.leave_out(clock.now() - arrived)
-        return is_taken
+            return self.steady.phases
+        return None
 
     def end_work(self) -> None:
         """Note the peak of a step before hooks follow, whose memory is none of its own."""
         if self.clock.in_step:
-            self.steady.enter("")
+            self.steady.end_work()
             self.memory.note_peak()
 
-    def stop(self, batch: PlacedBatch) -> int | None:
-        """End the step, except its time, and return its peak bytes, 0 if they are unknown.
-
-        The result is None if Lightning skipped the step, as for a batch of None.
-        """
+    def stop(self, batch: PlacedBatch) -> bool:
+        """End the step, except its time; False if Lightning skipped it, as for a batch of None."""
         clock = self.clock
         if not clock.in_step:
-            return None
+            return False
         clock.stop()
-        samples = self._counter.samples(batch)
+        self._batch = _NO_BATCH
         number = clock.number
         steps = clock.steps if clock is self.run_clock else None
-        before_bytes = self.memory.before_bytes
+        samples = self._counter.samples(batch)
         peak_bytes, reserved_bytes, _ = self.memory.end(steps, number) or (None, None, None)
-        is_slowed = clock is self.run_clock and self.steady.end(samples, peak_bytes)
+        if self._has_graphs:
+            # The allocator counts the memory of the graphs as free.
+            peak_bytes = None
+        if peak_bytes is not None and peak_bytes > self.memory.peaks.epoch_bytes:
+            self.memory.peaks.add(peak_bytes, f"in {clock.stage} step {number}")
+        is_slowed = steps is not None and self.steady.end(
+            samples, peak_bytes, self.memory.held_bytes
+        )
         # What is compiled takes seconds, and what is new to the device or the loader may too.
         compiled = compiled_frames()
         is_first = clock.steps == 1 or compiled != self._compiled
         self._compiled = compiled
-        if self._has_graphs:
-            # The allocator counts the memory of the graphs as free.
-            peak_bytes = None
-        breakdown = self.steady.breakdown
-        if breakdown is not None and steps is not None and (peak_bytes or 0) > breakdown.peak_bytes:
-            breakdown.add_peak(peak_bytes or 0, self.memory.last_start_bytes)
-        self._batch = _NO_BATCH
-        self._ended = Step(
-            number,
-            clock.stage,
+        before_bytes, start_bytes = self._before
+        self._ended = partial(
+            Step,
+            number=number,
+            stage=clock.stage,
             batch_size=samples,
-            seconds=0.0,
-            wait_seconds=None,
             peak_bytes=peak_bytes,
             peak_reserved_bytes=reserved_bytes,
-            start_bytes=self.memory.start_bytes,
+            start_bytes=start_bytes,
             items=self._counter.items(batch.batch),
             is_slowed=is_slowed,
             is_first=is_first,
             before_bytes=before_bytes,
         )
-        return peak_bytes or 0
+        return True
 
     def complete(self) -> Step | None:
         """Return the step that has ended, with its time; None without such a step."""
@@ -297,7 +299,7 @@ class StepRecorder:
             return None
         self._ended = None
         seconds, wait_seconds = self.clock.seconds()
-        return ended._replace(seconds=seconds, wait_seconds=wait_seconds)
+        return ended(seconds=seconds, wait_seconds=wait_seconds)
 
     def close(self) -> None:
         """Read the memory after the last step, and remove all hooks."""

@@ -21,25 +21,18 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import attributes_of, value_or_none
 from lightning_batchmem.devices.oom_snapshot import AllocatorHistory
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
-from lightning_batchmem.profile.ranks import peaks_of_ranks
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
-from lightning_batchmem.profile.steady_steps import Options, SteadySteps
-from lightning_batchmem.profile.step import (
-    UNREAD,
-    DeviceReading,
-    Interval,
-    Step,
-    Taker,
-    Totals,
-)
+from lightning_batchmem.profile.steady_steps import Options
+from lightning_batchmem.profile.step import UNREAD, DeviceReading, Interval, Step, Totals
 from lightning_batchmem.profile.step_csv import StepCsv
-from lightning_batchmem.profile.step_memory import RunPeaks
+from lightning_batchmem.profile.step_memory import peaks_of_ranks
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 from lightning_batchmem.profile.text import fits_text
 
@@ -50,8 +43,8 @@ _MAX_STEPS = 1000
 class Takers:
     """All that take the steps of a run.
 
-    The loggers get each interval. The others get the intervals between two readings of the device
-    as one, because many steps at a time take less time.
+    The loggers get the steps of each log. The others get those between two readings of the device
+    as one interval, because many steps at a time take less time.
 
     Args:
         loggers: the loggers of the Trainer.
@@ -65,25 +58,29 @@ class Takers:
         # By stage.
         self.totals: defaultdict[str, Totals] = defaultdict(Totals)
         self._csv = csv
-        # The file comes first, because an alert may end the run where warnings are errors.
-        self._at_readings: list[Taker] = [alerts] if csv is None else [csv, alerts]
-        # The steps since the last reading, all of one stage.
-        self._steps: list[Step] = []
+        # The steps since the last reading.
+        self._interval: Interval | None = None
 
-    def keep(self, steps: list[Step]) -> None:
-        """Keep the steps since the last log for the next reading of the device."""
-        self._steps += steps
+    def keep(self, logged: Interval) -> None:
+        """Keep the steps of a log until the next reading of the device."""
+        if self._interval is None:
+            self._interval = logged
+        else:
+            self._interval.add(logged)
 
     def flush(self, reading: DeviceReading) -> None:
         """Use all steps since the last call, with the reading of the device at their end."""
-        if not self._steps:
-            return
-        interval = Interval(self._steps, reading)
+        interval = self._interval
         # After an error in a taker, the others must not take the steps twice.
-        self._steps = []
+        self._interval = None
+        if interval is None:
+            return
+        interval.end(reading)
         self.totals[interval.stage].add(interval.totals)
-        for taker in self._at_readings:
-            taker.take(interval)
+        # The file comes first, because an alert may end the run where warnings are errors.
+        if self._csv is not None:
+            self._csv.take(interval)
+        self.alerts.take(interval)
 
     def close(self) -> None:
         if self._csv is not None:
@@ -131,7 +128,7 @@ class Run:
             csv = StepCsv(
                 folder.csv, world_size=trainer.world_size, has_exact_times=has_exact_times
             )
-        self.peaks = RunPeaks()
+        self.peaks = recorder.memory.peaks
         self._folder = folder
         self._snapshot = snapshot
         self._recorder = recorder
@@ -175,22 +172,19 @@ class Run:
         self._recorder.steady.begin_epoch()
         self.peaks.begin_epoch()
 
-    def begin_step(self, module: LightningModule, batch: PlacedBatch) -> SteadySteps | None:
+    def begin_step(self, module: LightningModule, batch: PlacedBatch) -> PhasePeaks | None:
         """Begin a step, whose batch has arrived, and log the steps before it if that is due.
 
         Returns:
-            What notes the phases of the step; None if nothing does.
+            The phases of the step if they are measured.
         """
-        arrived = self._recorder.clock.now()
+        recorder = self._recorder
+        arrived = recorder.clock.now()
         self._complete()
-        is_taken = self._recorder.start(module, batch, arrived)
-        if self._recorder.memory.before_bytes is not None:
-            self._add_between()
-        if self._snapshot is not None and self._recorder.clock.stage == "train":
-            self._snapshot.begin_step(self._recorder.clock.number)
-        if not is_taken:
-            return None
-        return self._recorder.steady
+        phases = recorder.start(module, batch, arrived)
+        if self._snapshot is not None and recorder.clock.stage == "train":
+            self._snapshot.begin_step(recorder.clock.number)
+        return phases
 
     def leave(self) -> None:
         """End the last step of an evaluation; what follows is not a step."""
@@ -198,16 +192,12 @@ class Run:
 
     def end_step(self, trainer: Trainer, batch: PlacedBatch) -> None:
         """End a step, except its time."""
-        peak_bytes = self._recorder.stop(batch)
-        if peak_bytes is None:
+        if not self._recorder.stop(batch):
             return
         if self._snapshot is not None and (text := self._snapshot.end_step(trainer.global_rank)):
             rank_zero_info(text)
-        clock = self._recorder.clock
-        if peak_bytes > self.peaks.epoch_bytes:
-            self.peaks.add(peak_bytes, f"in {clock.stage} step {clock.number}")
         self._logging_step = logging_step(trainer)
-        is_training = clock.stage == "train"
+        is_training = self._recorder.clock.stage == "train"
         self._is_due = is_training and logs_now(trainer, self._logging_step)
 
     def end_epoch(self) -> None:
@@ -249,7 +239,6 @@ class Run:
             self._snapshot.stop()
         self._calls.close()
         self._recorder.close()
-        self._add_between()
         rank_peaks_bytes: tuple[int, ...] = ()
         if is_complete:
             self._reader.expire()
@@ -270,11 +259,6 @@ class Run:
             self._folder.write(summary_name(summary.stage), summary.to_json())
         return summary
 
-    def _add_between(self) -> None:
-        memory = self._recorder.memory
-        if memory.before_bytes is not None:
-            self.peaks.add(memory.before_bytes, memory.between)
-
     def _complete(self) -> None:
         """Add the time to the step that has ended, and log the steps if that is due."""
         ended = self._recorder.complete()
@@ -294,12 +278,12 @@ class Run:
         self._is_due = False
         if not self._steps:
             return
-        steps = self._steps
+        logged = Interval(self._steps)
         self._steps = []
         # They are kept even if a reading fails, or a logger is interrupted.
-        self._takers.keep(steps)
+        self._takers.keep(logged)
         reading = self._reader.read()
-        self._takers.loggers.take(Interval(steps, reading or UNREAD, self._logging_step))
+        self._takers.loggers.take(logged, reading or UNREAD, self._logging_step)
         if reading is not None:
             self._takers.flush(reading)
 
@@ -313,21 +297,41 @@ class Run:
             return None
         totals = by_stage[stage]
         steady = self._recorder.steady
-        alerts = self._takers.alerts.issued
-        memory = RunMemory.of(
-            totals,
-            by_stage.get("validate") if stage == "train" else None,
-            steady.breakdown,
-            self._recorder.memory.between,
-            is_leak="leak" in alerts,
-            limit_bytes=self._reader.last.limit_bytes,
-            rank_peaks_bytes=rank_peaks_bytes,
-            is_planned=self._reader.is_planned,
-        )
         flops = steady.flops
+        alerts = self._takers.alerts.issued
+        is_leak = "leak" in alerts
+        breakdown = steady.breakdown
+        highest = totals.highest
+        memory = RunMemory(
+            totals.peak_bytes,
+            peak_step=0 if highest is None else highest.number,
+            batch_size=totals.batch_size if highest is None else highest.batch_size,
+            peak_reserved_bytes=totals.peak_reserved_bytes,
+            limit_bytes=self._reader.last.limit_bytes,
+            breakdown=None if breakdown is None else breakdown.at_peak(is_leak=is_leak),
+            rank_peaks_bytes=rank_peaks_bytes,
+            validation_peak_bytes=by_stage["validate"].peak_bytes if stage == "train" else None,
+            graph_steps=totals.graph_steps,
+            is_planned=self._reader.is_planned,
+            between_steps=self.peaks.between,
+        )
+        times = totals.times
+        joules = self._reader.energy.joules()
+        speed = RunSpeed(
+            times.step_seconds,
+            # All ranks have batches of one size.
+            times.samples.per_second(trainer.world_size),
+            times.items.per_second(trainer.world_size),
+            times.wait.per_second(),
+            times.busy.per_second(),
+            self._reader.cores,
+            totals.first_seconds,
+            joules,
+            totals.samples / joules if joules and totals.samples else None,
+        )
         fits = ""
         # The size may not fit in a longer run, or without the steps that were skipped.
-        is_proven = not self._reader.last.ooms and "leak" not in alerts
+        is_proven = not self._reader.last.ooms and not is_leak
         if is_complete and self._plan is not None and is_proven:
             device = value_or_none("The device", device_name, trainer.strategy.root_device)
             fits = fits_text(self._plan, memory, f"{device}", str(trainer.precision))
@@ -336,11 +340,9 @@ class Run:
             stage,
             totals.steps,
             memory,
-            RunSpeed.of(
-                totals, trainer.world_size, self._reader.cores, self._reader.energy.joules()
-            ),
+            speed,
             None if steady.modules is None else steady.modules.peak,
-            None if flops is None else flops.rate(totals.times.samples.per_second()),
+            None if flops is None else flops.rate(times.samples.per_second()),
             tuple(alerts.values()),
             fits,
             self._plan.training if self._plan is not None and stage == "train" else "",

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from lightning_batchmem.devices.base import DeviceMemory
+from lightning_batchmem.devices.breakdown import (
+    MemoryBreakdown,
+    gradient_bytes,
+    measure_breakdown,
+)
 from lightning_batchmem.devices.foreign_values import error_text, value_or_none
 from lightning_batchmem.devices.optimizers import StepHooks
+from lightning_batchmem.devices.peaks import PhasePeaks, RisingPeak
 from lightning_batchmem.devices.tensors import has_own_tensors
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
-from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
-from lightning_batchmem.profile.step_memory import PEAK
+from lightning_batchmem.profile.step_memory import PEAK, held_bytes
 from lightning_batchmem.search.compiled import compiled_frames
 
 _BREAKDOWN = "The memory breakdown"
@@ -30,6 +40,122 @@ class Options(NamedTuple):
     peak_flops: float | None
     # Whether the script may not know the profiler. Then only loggers of Lightning get metrics.
     is_optional: bool = False
+
+
+class SteadyBreakdown:
+    """The memory breakdown of a run, taken at the start of its first steady step."""
+
+    def __init__(
+        self,
+        device_memory: DeviceMemory,
+        device: torch.device,
+        module: Module,
+        optimizers: list[Optimizer],
+    ) -> None:
+        # The highest peak of the steps since the breakdown, and what was held before that step.
+        self._peak_bytes = 0
+        self._start_bytes = 0
+        # The same when the breakdown was taken.
+        self._taken_bytes: float = 0
+        self._gradients_bytes = 0
+        # Those of the step in which it is taken.
+        self.phases: PhasePeaks | None = None
+        self._device_memory = device_memory
+        self._device = device
+        self._module = module
+        self._optimizers = optimizers
+        self._at_start: MemoryBreakdown | None = None
+        # Numbers in the parameters that got gradients then.
+        self._num_trained = 0
+        # The resident set includes memory that earlier steps freed, which belongs to the
+        # activations. An allocator counts freed memory separately.
+        self._other_bytes: int | None = None
+        if device_memory.is_host:
+            device_memory.release_cached()
+            now_bytes = device_memory.current().allocated_bytes
+            breakdown = measure_breakdown(module, optimizers, None, device, start_bytes=now_bytes)
+            self._other_bytes = breakdown.other_bytes
+
+    def has_changed(self) -> bool:
+        """Return whether other parameters get gradients than when it was taken."""
+        return self._num_trained != _num_trained(self._module)
+
+    def forget(self) -> None:
+        """Forget what was measured, to take the breakdown again."""
+        self._at_start = None
+        self._peak_bytes = self._gradients_bytes = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call :meth:`take` at the start of the next steady step."""
+        return self._at_start is None
+
+    def take(self, batch: object, number: int) -> None:
+        """Measure the storages alive at the start of the step with this number."""
+        start_bytes = self._device_memory.current().allocated_bytes
+        breakdown = measure_breakdown(
+            self._module, self._optimizers, batch, self._device, start_bytes=start_bytes
+        )
+        if self._other_bytes is not None:
+            other_bytes = min(breakdown.other_bytes, self._other_bytes)
+            breakdown = replace(breakdown, other_bytes=other_bytes)
+        held = value_or_none(PEAK, held_bytes, self._device_memory, batch, self._device)
+        self._taken_bytes = math.inf if held is None else held[1]
+        outside_bytes = self._device_memory.non_torch_bytes()
+        self._at_start = replace(breakdown, step=number, outside_bytes=outside_bytes)
+        self._num_trained = _num_trained(self._module)
+        if self._optimizers:
+            self.phases = PhasePeaks(RisingPeak(self._device_memory))
+            self.phases.start("forward")
+
+    def end_step(self) -> None:
+        """Note the phase of the step's peak; the name is empty if it did not rise in the step."""
+        if self.phases is None or self._at_start is None:
+            return
+        peaks = self.phases.stop().phase_peak_bytes
+        phase = max(peaks, key=lambda name: peaks[name])
+        self._at_start = replace(self._at_start, phase=phase if peaks[phase] else "")
+        self.phases = None
+
+    def add_gradients(self) -> None:
+        """Measure the gradients after a step of an optimizer."""
+        count_bytes = gradient_bytes(self._module, self._optimizers, self._device)
+        self._gradients_bytes = max(self._gradients_bytes, count_bytes)
+
+    def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
+        """Add the peak of a step, and the bytes held at the last start."""
+        if self._at_start is not None and peak_bytes > self._peak_bytes:
+            self._peak_bytes = peak_bytes
+            self._start_bytes = start_bytes
+
+    def at_peak(self, *, is_leak: bool) -> MemoryBreakdown | None:
+        """Return the breakdown at the highest peak; None before the first steady step.
+
+        Args:
+            is_leak: whether the memory grew steadily. On the host other growth may be memory that
+                was freed.
+        """
+        if self._at_start is None or not self._peak_bytes:
+            return None
+        device_memory = self._device_memory
+        # Gradients that were freed before the breakdown may be accumulated before the peak.
+        more_bytes = max(0, self._gradients_bytes - self._at_start.gradients_bytes)
+        kept_bytes = self._start_bytes - self._taken_bytes - more_bytes
+        # Equal steps may differ by this much.
+        is_kept = kept_bytes > device_memory.granularity_bytes
+        if device_memory.is_host:
+            is_kept &= is_leak
+        # At a peak in forward only the gradients of the step before exist.
+        has_gradients = self._at_start.phase != "forward"
+        return self._at_start.at_peak(
+            self._peak_bytes,
+            gradients_bytes=self._gradients_bytes if has_gradients else 0,
+            kept_bytes=int(kept_bytes) if is_kept else 0,
+        )
+
+
+def _num_trained(module: Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 class SteadySteps:
@@ -103,14 +229,27 @@ class SteadySteps:
             self._begin_measurement(self._to_measure.pop(), module, batch)
         return False
 
-    def end(self, samples: int | None, peak_bytes: int | None) -> bool:
+    @property
+    def phases(self) -> PhasePeaks | None:
+        """The phases of the step in which the breakdown is taken; None in others."""
+        return None if self.breakdown is None else self.breakdown.phases
+
+    def end_work(self) -> None:
+        """End the phases of a step before hooks follow."""
+        if self.breakdown is not None:
+            self.breakdown.end_step()
+
+    def end(self, samples: int | None, peak_bytes: int | None, start_bytes: int) -> bool:
         """Use what was measured in this step, and return whether anything was.
 
         Args:
             samples: the samples of its batch; None if they are unknown.
             peak_bytes: its peak; None if it is unknown.
+            start_bytes: what was held at the last reading.
         """
-        self.enter("")
+        self.end_work()
+        if self.breakdown is not None and peak_bytes is not None:
+            self.breakdown.add_peak(peak_bytes, start_bytes)
         if not self._is_noted:
             # An evaluation is in its steady state from the second step on too.
             self._is_steady = True
@@ -129,15 +268,9 @@ class SteadySteps:
             self._refuse(measured, error)
         return True
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase of a training step; noted in the step of the breakdown."""
-        breakdown = self.breakdown
-        if breakdown is not None and breakdown.phases.now:
-            value_or_none(PEAK, breakdown.phases.enter, phase)
-
     def drop(self) -> None:
         """Stop to measure a step that has not ended, and measure another one instead."""
-        self.enter("")
+        self.end_work()
         if self._measured is not None:
             self._measured.close()
             self._to_measure.append(self._measured)
@@ -196,4 +329,5 @@ class SteadySteps:
         self._is_steady = True
         if self.breakdown is not None:
             value_or_none(_BREAKDOWN, self.breakdown.add_gradients)
-        self.enter("forward")
+        if self.phases is not None:
+            self.phases.enter("forward")

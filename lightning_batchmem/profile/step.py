@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Step(NamedTuple):
@@ -185,27 +185,27 @@ class Totals:
 
 
 class Interval:
-    """Steps after each other, and the device at their end.
+    """Steps after each other, the totals over them, and the device at their end.
 
     Args:
         steps: the steps, at least one, and all of one stage.
-        reading: the reading of the device; empty if it was not read.
-        logging_step: the step at which the loggers get the metrics.
+        reading: the reading of the device, as in :meth:`end`.
     """
 
-    def __init__(self, steps: list[Step], reading: DeviceReading, logging_step: int = 0) -> None:
+    def __init__(self, steps: list[Step], reading: DeviceReading = UNREAD) -> None:
         self.stage = steps[0].stage
         self.steps = steps
-        self.reading = reading
-        self.logging_step = logging_step
         self.totals = Totals()
         self.totals.add_steps(steps)
+        self.end(reading)
+
+    def add(self, later: Interval) -> None:
+        """Add the steps of the next interval, which end without a reading."""
+        self.steps += later.steps
+        self.totals.add(later.totals)
+
+    def end(self, reading: DeviceReading) -> None:
+        """Add the reading of the device after the last step; empty if it was not read."""
+        self.reading = reading
         if reading.utilization is not None:
             self.totals.add_busy(reading.utilization[1])
-
-
-class Taker(Protocol):
-    """Takes the steps of a run."""
-
-    def take(self, interval: Interval) -> None:
-        """Use the steps since the last call."""

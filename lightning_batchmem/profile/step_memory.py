@@ -1,10 +1,12 @@
-"""The memory of a step and before it: peaks, and in some steps what is held when it starts."""
+"""The memory of steps and between them: peaks, and in some steps what is held when they start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import distributed
 
 from lightning_batchmem.devices.base import DeviceMemory, MemoryStats
 from lightning_batchmem.devices.foreign_values import value_or_none
@@ -36,7 +38,7 @@ class PeakBetweenSteps:
 
 
 @dataclass
-class Growth:
+class GrowthBetweenSteps:
     """How much more is held between steps than in the first steady one, and since when.
 
     Args:
@@ -72,6 +74,34 @@ class Growth:
         )
 
 
+class RunPeaks:
+    """The highest memory of an epoch and of a run so far, in steps and between them."""
+
+    def __init__(self) -> None:
+        self.epoch_bytes = 0
+        self.run_bytes = 0
+        # Where that was.
+        self.place = ""
+        # The highest one between two steps.
+        self.between: PeakBetweenSteps | None = None
+
+    def begin_epoch(self) -> None:
+        self.epoch_bytes = 0
+
+    def add(self, peak_bytes: int, place: object) -> None:
+        """Add a peak, and where it was."""
+        self.epoch_bytes = max(self.epoch_bytes, peak_bytes)
+        if peak_bytes > self.run_bytes:
+            self.run_bytes = peak_bytes
+            self.place = str(place)
+
+    def add_between(self, peak: PeakBetweenSteps) -> None:
+        """Add a peak between two steps."""
+        if self.between is None or peak.peak_bytes > self.between.peak_bytes:
+            self.between = peak
+        self.add(peak.peak_bytes, peak)
+
+
 class StepMemory:
     """Reads the memory of the steps of a run, and between them where that may be worth it.
 
@@ -82,22 +112,24 @@ class StepMemory:
         device_memory: the memory, whose peak begins before the first step; None if it cannot be
             measured.
         device: the device of the steps.
+        reads_each: whether it is read before all steps, since hooks of the user run there.
     """
 
-    def __init__(self, device_memory: DeviceMemory | None, device: torch.device) -> None:
-        # The highest one so far.
-        self.between: PeakBetweenSteps | None = None
-        # The peak between the last step and the one before; None where it was not read.
-        self.before_bytes: int | None = None
-        # What was held at the start of the last step; None where it was not read, or not due.
-        self.start_bytes: int | None = None
-        self.last_start_bytes = 0
-        self._growth: Growth | None = None
+    def __init__(
+        self, device_memory: DeviceMemory | None, device: torch.device, *, reads_each: bool
+    ) -> None:
+        self.peaks = RunPeaks()
+        # What was held at the last reading between two steps.
+        self.held_bytes = 0
+        self._growth: GrowthBetweenSteps | None = None
         self._device_memory = device_memory
         self._device = device
+        self._reads_each = reads_each
         # That of the last step, and the number of the last one of the run.
         self._peak: MemoryStats | None = None
         self._after_step: int | None = None
+        # The peak since the last step; None where it was not read.
+        self._before_bytes: int | None = None
         # Whether the peak is that since the end of the last step.
         self._is_watched = True
         # What is held is due at the start of this step of the run, the next time. The first step
@@ -105,27 +137,33 @@ class StepMemory:
         self._next_reading = 2
         self._is_due = False
 
-    def start(self, batch: object, *, is_of_run: bool, reads_each: bool) -> None:
+    def start(self, batch: object, *, is_of_run: bool) -> tuple[int | None, int | None]:
         """Begin a step.
 
         Args:
             batch: its batch.
             is_of_run: False for a validation step inside a training.
-            reads_each: whether it is read before all steps, since hooks of the user run there.
+
+        Returns:
+            The peak since the last step, None where it was not read, and what is held without the
+            batch, None where it is not due.
         """
-        self.start_bytes = None
         device_memory = self._device_memory
         if device_memory is None:
-            return
+            return None, None
+        start_bytes = None
         is_due = self._is_due and is_of_run
-        if self._is_watched or is_due or reads_each:
+        if self._is_watched or is_due or self._reads_each:
             self.read(batch)
             if is_due:
-                self.start_bytes = self.last_start_bytes
+                start_bytes = self.held_bytes
                 self._is_due = False
+        before_bytes = self._before_bytes
+        self._before_bytes = None
         self._is_watched = False
         if value_or_none(PEAK, _has_reset, device_memory) is None:
             self._device_memory = None
+        return before_bytes, start_bytes
 
     def note_peak(self) -> None:
         """Note the highest use since the step has begun."""
@@ -135,23 +173,19 @@ class StepMemory:
     def end(self, steps: int | None, number: int) -> MemoryStats | None:
         """End a step, and return its highest use as it was noted; None if it is unknown.
 
-        What was read before it is forgotten.
-
         Args:
             steps: how many steps of the run have begun; None in a validation within a training.
             number: the number of the step.
         """
-        self.before_bytes = None
         if steps is not None:
             self._after_step = number
-        peak = self._peak
-        if peak is None or self._device_memory is None:
+        if self._peak is None or self._device_memory is None:
             return None
         if steps is not None and steps + 1 >= self._next_reading:
             self._next_reading = next_reading(steps + 1)
             # Another profiler may read the peak of this step after this one, so it stays.
             self._is_due = True
-        return peak
+        return self._peak
 
     def leave(self) -> None:
         """Read the peak from now on at the start of the next step."""
@@ -168,45 +202,24 @@ class StepMemory:
         held = value_or_none(PEAK, held_bytes, device_memory, batch, self._device)
         if held is None:
             return
-        peak_bytes, self.last_start_bytes = held
+        peak_bytes, self.held_bytes = held
         if self._growth is not None:
-            self._growth.add(self.last_start_bytes, self._after_step or 0)
+            self._growth.add(self.held_bytes, self._after_step or 0)
         # Without a restart it is known only where it is above the peak of the step.
         of_step = self._peak
         if self._is_watched or of_step is None or peak_bytes > of_step.allocated_bytes:
-            self.before_bytes = max(peak_bytes, self.before_bytes or 0)
-            if self.between is None or peak_bytes > self.between.peak_bytes:
-                self.between = PeakBetweenSteps(peak_bytes, self._after_step)
+            self._before_bytes = max(peak_bytes, self._before_bytes or 0)
+            self.peaks.add_between(PeakBetweenSteps(peak_bytes, self._after_step))
 
     def begin_growth(self) -> None:
         """Count growth from the last reading on, since gradients and states exist now."""
-        start_bytes = self.last_start_bytes
-        self._growth = Growth(start_bytes, start_bytes, self._after_step or 0)
+        step = self._after_step or 0
+        self._growth = GrowthBetweenSteps(self.held_bytes, self.held_bytes, step)
 
     @property
     def growth_text(self) -> str:
         """A sentence about what is held now, and was not in the first steady step; or empty."""
-        return "" if self._growth is None else self._growth.text(self.last_start_bytes)
-
-
-class RunPeaks:
-    """The highest memory of an epoch and of a run so far, in steps and between them."""
-
-    def __init__(self) -> None:
-        self.epoch_bytes = 0
-        self.run_bytes = 0
-        # Where that was.
-        self.place = ""
-
-    def begin_epoch(self) -> None:
-        self.epoch_bytes = 0
-
-    def add(self, peak_bytes: int, place: object) -> None:
-        """Add a peak, and where it was."""
-        self.epoch_bytes = max(self.epoch_bytes, peak_bytes)
-        if peak_bytes > self.run_bytes:
-            self.run_bytes = peak_bytes
-            self.place = str(place)
+        return "" if self._growth is None else self._growth.text(self.held_bytes)
 
 
 def _has_reset(device_memory: DeviceMemory) -> bool:
@@ -231,3 +244,20 @@ def next_reading(step: int) -> int:
     fixed period falls on all of them.
     """
     return step + max(1, step // 48)
+
+
+def peaks_of_ranks(peak_bytes: int | None) -> tuple[int, ...]:
+    """Return the peaks of all ranks, in their order, without those that are unknown.
+
+    They are exchanged on the host, so nothing waits for a device. Every rank must call this
+    function.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ()
+    # None is the default group.
+    group: Any = None
+    if distributed.get_backend() != "gloo":
+        group = distributed.new_group(backend="gloo")
+    peaks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(peaks, peak_bytes, group=group)
+    return tuple(peak for peak in peaks if peak is not None)

@@ -9,8 +9,6 @@ from lightning_batchmem.plan.json_fields import from_json, to_json
 from lightning_batchmem.profile.alerts import conclusion
 from lightning_batchmem.profile.flop_step import FlopRate
 from lightning_batchmem.profile.module_memory import PeakByModule
-from lightning_batchmem.profile.steady_breakdown import SteadyBreakdown
-from lightning_batchmem.profile.step import Totals
 from lightning_batchmem.profile.step_memory import PeakBetweenSteps
 from lightning_batchmem.profile.text import headline, summary_text
 
@@ -51,35 +49,6 @@ class RunMemory:
     graph_steps: int = 0
     is_planned: bool = False
     between_steps: PeakBetweenSteps | None = None
-
-    @classmethod
-    def of(
-        cls,
-        totals: Totals,
-        validation: Totals | None,
-        breakdown: SteadyBreakdown | None,
-        between_steps: PeakBetweenSteps | None,
-        *,
-        is_leak: bool,
-        limit_bytes: int | None,
-        rank_peaks_bytes: tuple[int, ...],
-        is_planned: bool,
-    ) -> RunMemory:
-        """Return the memory of a run from its totals, and the totals of its validations."""
-        highest = totals.highest
-        return cls(
-            totals.peak_bytes,
-            0 if highest is None else highest.number,
-            totals.batch_size if highest is None else highest.batch_size,
-            totals.peak_reserved_bytes,
-            limit_bytes,
-            None if breakdown is None else breakdown.at_peak(is_leak=is_leak),
-            rank_peaks_bytes,
-            None if validation is None else validation.peak_bytes,
-            totals.graph_steps,
-            is_planned,
-            between_steps,
-        )
 
     @property
     def between_bytes(self) -> int:
@@ -136,24 +105,6 @@ class RunSpeed:
     first_step_seconds: float | None = None
     joules: float | None = None
     samples_per_joule: float | None = None
-
-    @classmethod
-    def of(
-        cls, totals: Totals, world_size: int, cores: float | None, joules: float | None
-    ) -> RunSpeed:
-        """Return the speed of a run from its totals; all ranks have batches of one size."""
-        times = totals.times
-        return cls(
-            times.step_seconds,
-            times.samples.per_second(world_size),
-            times.items.per_second(world_size),
-            times.wait.per_second(),
-            times.busy.per_second(),
-            cores,
-            totals.first_seconds,
-            joules,
-            totals.samples / joules if joules and totals.samples else None,
-        )
 
 
 @dataclass(frozen=True)

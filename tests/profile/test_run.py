@@ -7,7 +7,7 @@ from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.metrics import LoggerMetrics
 from lightning_batchmem.profile.run import Takers
 from lightning_batchmem.profile.run_folder import RunFolder
-from lightning_batchmem.profile.step import DeviceReading
+from lightning_batchmem.profile.step import UNREAD, DeviceReading
 from lightning_batchmem.profile.step_csv import StepCsv
 from tests.helpers.profiled import MIB, rows
 from tests.helpers.steps import interval, step
@@ -46,8 +46,8 @@ def made(tmp_path):
 
 def log(takers, steps):
     """Log the steps as a run does."""
-    takers.keep(steps.steps)
-    takers.loggers.take(steps)
+    takers.keep(steps)
+    takers.loggers.take(steps, UNREAD, 0)
 
 
 def test_steps_between_two_readings_of_the_device_are_one_interval(made):

@@ -1,6 +1,6 @@
 import json
 
-from lightning_batchmem.profile.ranks import peaks_of_ranks
+from lightning_batchmem.profile.step_memory import peaks_of_ranks
 from tests.helpers.profiled_ranks import profile, profile_after_bar
 from tests.helpers.rank_processes import run_ranks
 
