@@ -30,8 +30,8 @@ from lightning_batchmem.plan.options import Objective, object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
-from lightning_batchmem.profile.step_csv import read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
 from lightning_batchmem.simulated_gpu.launch import Script

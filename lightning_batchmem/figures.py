@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Trial, device_text, mib
 from lightning_batchmem.plan.trials_so_far import measured_speeds
-from lightning_batchmem.profile.step_csv import Row
+from lightning_batchmem.profile.columns import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,18 +56,18 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
 
     The highest peak of a validation is drawn at the training step before it.
     """
-    if not any(row["peak_allocated_mib"] for row in rows):
+    if not any(map(_peak_mib, rows)):
         return None
     figure, (axes,) = _new_panels("Peak memory of each step", "step", "memory (MiB)")
     peaks: dict[str, dict[int, float]] = {name: {} for name in _STEP_LINES}
     step = 0
     for row in rows:
-        readings = {"validation": row["peak_allocated_mib"]}
+        readings = {"validation": _peak_mib(row)}
         if row["stage"] == rows[0]["stage"]:
             step = row["step"]
             readings = {
                 "reserved": row.get("peak_reserved_mib"),
-                "peak": row["peak_allocated_mib"],
+                "peak": _peak_mib(row),
             }
         for name, peak_mib in readings.items():
             if peak_mib is not None:
@@ -83,6 +83,12 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     limits = [row["limit_mib"] for row in rows if row.get("limit_mib") is not None]
     _draw_limit(axes, limits[-1] if limits else None)
     return _with_legend(figure)
+
+
+def _peak_mib(row: Row) -> float | None:
+    """Return the peak of the tensors, or of the process where they are not counted."""
+    peak_mib: float | None = row["peak_allocated_mib"]
+    return row.get("peak_process_mib") if peak_mib is None else peak_mib
 
 
 def plot_search(plan: Plan) -> Figure | None:

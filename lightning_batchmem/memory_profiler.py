@@ -257,7 +257,7 @@ class MemoryProfiler(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to record an evaluation, by itself or in a training."""
         if self._run is not None:
-            self._run.begin_validation(trainer)
+            self._run.begin_validation()
         # The sanity check is before the training, so it is not recorded.
         elif trainer.state.fn != "fit":
             # The stage is "validate", "test" or "predict". mypy does not see that it is set here.

@@ -563,7 +563,7 @@ def test_what_the_system_refuses_is_missing(tmp_path, monkeypatch, owner, name, 
     has_limit = name != "available_bytes"
     has_peak = name not in ("peak", "reset_peak")
     assert {bool(row["limit_mib"]) for row in rows} == {has_limit}
-    assert {bool(row["peak_allocated_mib"]) for row in rows} == {has_peak}
+    assert {bool(row["peak_process_mib"]) for row in rows} == {has_peak}
     assert (made.summary.memory.peak_bytes is not None) is has_peak
 
 
@@ -808,13 +808,12 @@ def test_two_profilers_measure_the_same(tmp_path):
 
 
 def test_the_peaks_of_two_profilers(tmp_path, device_memory):
-    from tests.helpers.profiled import MIB, spike
+    from tests.helpers.profiled import MIB, rows, spike
 
     made = [MemoryProfiler(), MemoryProfiler()]
     trained(tmp_path, lambda: Net(spike(device_memory, 2, "backward", 300)), *made)
     for name in ("memory_per_batch.csv", "memory_per_batch_1.csv"):
-        lines = (tmp_path / OWN_LOGS / name).read_text().splitlines()[1:]
-        peaks = [float(line.split(",")[3]) for line in lines]
+        peaks = [float(row["peak_process_mib"]) for row in rows(tmp_path / OWN_LOGS / name)]
         assert peaks[2] - peaks[1] == 300
         assert peaks[3] == peaks[1]
     assert made[0].run_peak_bytes == made[1].run_peak_bytes > 300 * MIB

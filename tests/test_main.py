@@ -23,7 +23,7 @@ from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
 from lightning_batchmem.__main__ import main, run_installed
 from lightning_batchmem.check import MeasuredStep, PhaseMemory
 from lightning_batchmem.plan.json_fields import to_json
-from lightning_batchmem.profile.step_csv import read_rows
+from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.launch import Outcome, Script
 from tests.helpers.fake_device import FakeDevice

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan, memory_profiler
-from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.breakdown import MemoryBreakdown
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.profile import device_reader
@@ -105,14 +104,14 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
         assert (row["step"], row["stage"]) == (str(step), "train")
         assert row["batch_size"] == ("2" if step == 5 else "4")
         assert row["limit_mib"] == ("1024.000" if step in (2, 5) else "")
-        assert bool(row["cpu_pct"]) == (step in (2, 5))
+        assert bool(row["cpu_utilization_pct"]) == (step in (2, 5))
         samples = 2 * int(row["batch_size"])
         step_seconds = float(row["step_ms"]) / 1e3
         samples_per_second = float(row["samples_per_s"])
         assert samples_per_second == pytest.approx(samples / step_seconds, rel=0.01)
         assert float(row["items_per_s"]) == pytest.approx(10 * samples_per_second, rel=1e-3)
         assert 0 < float(row["data_wait_pct"]) < 100
-    logged = [(step, metrics["memory/peak_process_mib"]) for step, metrics in recorder.ours]
+    logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
     assert (summary.memory.peak_bytes, summary.memory.peak_step) == (26 * MIB, 5)
     assert (summary.steps, summary.memory.batch_size) == (6, 2)
@@ -143,11 +142,11 @@ def test_tensorboard_gets_the_documented_names(tmp_path, monkeypatch):
     )
     events = EventAccumulator(str(logger.log_dir))
     events.Reload()
-    names = METRICS | {"memory/process_limit_mib"}
+    names = METRICS | {"memory/limit_mib"}
     assert set(events.Tags()["scalars"]) == names | {"loss", "epoch"}
     for name in names:
         # The size of a batch is logged where it changes.
-        steps = [1] if name == "speed/samples_per_batch" else [1, 3, 5]
+        steps = [1] if name == "speed/batch_size" else [1, 3, 5]
         assert [event.step for event in events.Scalars(name)] == steps
         assert all(math.isfinite(event.value) for event in events.Scalars(name))
     assert (tmp_path / "tb" / "version_0" / "memory_per_batch.csv").exists()
@@ -199,7 +198,7 @@ def test_with_accumulation_the_breakdown_is_taken_after_the_first_optimizer_step
     end = At(on_train_batch_end=lambda *_: device_memory.free())
     profiler, _ = profiled(tmp_path, Net(work), end, accumulate_grad_batches=2)
     found = csv_rows(tmp_path)
-    assert [row["peak_allocated_mib"] for row in found] == ["31.000", "71.000"] * 3
+    assert [row["peak_process_mib"] for row in found] == ["31.000", "71.000"] * 3
     assert profiler.summary.memory.breakdown.optimizer_state_bytes > 0
 
 
@@ -409,13 +408,13 @@ def test_validation_in_a_training_has_rows_metrics_and_a_summary(tmp_path, devic
     part = [("validate", str(step)) for step in range(3)]
     assert found == [*steps[:3], *part, *steps[3:], *part]
     row = csv_rows(tmp_path)[5]
-    assert row["peak_allocated_mib"] == "6.000"
+    assert row["peak_process_mib"] == "6.000"
     assert row["batch_size"] == "2"
     assert [step for step, _ in recorder.others] == [2, 5]
     for _, metrics in recorder.others:
         names = {f"{name}_validate" for name in METRICS}
         # The device is read once a second.
-        sparse = {"speed/cpu_pct_validate", "speed/samples_per_batch_validate"}
+        sparse = {"speed/cpu_utilization_pct_validate", "speed/batch_size_validate"}
         assert names - sparse <= set(metrics) <= names
         assert metrics["memory/peak_process_mib_validate"] == 6
     assert profiler.summary.memory.validation_peak_bytes == 6 * MIB
@@ -878,7 +877,7 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     )
     trainer.fit(Lawful(device_memory, law))
     logged = recorder.others + recorder.ours
-    name = "memory/process_limit_mib"
+    name = "memory/limit_mib"
     limits_mib = [metrics[name] for _, metrics in logged if name in metrics]
     assert set(limits_mib) == {finder.plan.limit_bytes / MIB}
     assert profiler.summary.alerts == ()
@@ -1000,10 +999,10 @@ def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(
         device_memory.num_alloc_retries = 5 + 2 * (step >= 3)
 
     _, recorder = profiled(tmp_path, Net(work))
-    retries = [metrics.get("memory/alloc_retries") for _, metrics in recorder.ours]
+    retries = [metrics.get("memory/num_alloc_retries") for _, metrics in recorder.ours]
     # A card that has nothing but zeros is left out.
     assert retries == [None, None, None, 2, 2, 2]
-    assert not any("memory/ooms" in metrics for _, metrics in recorder.ours)
+    assert not any("memory/num_ooms" in metrics for _, metrics in recorder.ours)
 
 
 def failing_allocation(device_memory, at_step, catches):
@@ -1051,7 +1050,7 @@ def test_the_error_of_another_library_counts_as_no_allocation(tmp_path, device_m
     trainer = trainer_for(tmp_path, MemoryProfiler(), logger=recorder, log_every_n_steps=50)
     with pytest.raises(RuntimeError, match="CUBLAS"):
         trainer.fit(Net(work), data())
-    assert [metrics.get("memory/ooms", 0) for _, metrics in recorder.ours] == [0]
+    assert [metrics.get("memory/num_ooms", 0) for _, metrics in recorder.ours] == [0]
 
 
 @pytest.mark.filterwarnings("ignore:MemoryProfiler. ")
@@ -1085,9 +1084,7 @@ def test_the_energy_of_a_run_is_read_at_its_begin_and_its_end(
 ):
     readings = iter(counters)
     monkeypatch.setattr(device_reader, "cuda_joules", lambda device: next(readings))
-    monkeypatch.setattr(
-        device_reader, "utilization_for", lambda device: Utilization("gpu_pct", int)
-    )
+    monkeypatch.setattr(device_reader, "utilization_for", lambda device: int)
     init = DeviceReader.__init__
     monkeypatch.setattr(
         DeviceReader,
@@ -1107,7 +1104,7 @@ def test_no_energy_is_read_without_a_gpu_or_nvml(monkeypatch, kind):
     monkeypatch.setattr(device_reader, "cuda_joules", lambda device: 1 / 0)
     if kind == "cuda":
         monkeypatch.setattr(device_reader, "utilization_for", lambda device: None)
-    assert DeviceReader(torch.device(kind), None, math.inf).energy.joules() is None
+    assert DeviceReader(torch.device(kind), None, math.inf).joules() is None
 
 
 @pytest.mark.parametrize(
@@ -1193,9 +1190,7 @@ def test_the_utilization_of_a_validation_is_not_that_of_the_training(
     was_validating = False
 
     class Busy:
-        key = "gpu_pct"
-
-        def percent(self):
+        def __call__(self):
             nonlocal was_validating
             percent = 100.0 if was_validating else 0.0
             was_validating = False
@@ -1245,7 +1240,7 @@ def test_rows_are_in_the_file_within_a_second(tmp_path, device_memory, monkeypat
     # The first log reads the device at once, and the next reading is in the fourth step after it.
     assert [*found, len(csv_rows(tmp_path))] == [0, 1, 1, 1, 4, 4, 6]
     # The loggers get what was read, once.
-    were_read = ["memory/process_limit_mib" in metrics for _, metrics in recorder.ours]
+    were_read = ["memory/limit_mib" in metrics for _, metrics in recorder.ours]
     assert were_read == [True, False, False, True, False, False]
 
 
@@ -1306,7 +1301,7 @@ def test_an_exception_keeps_rows_metrics_and_a_summary_and_no_hooks(
     assert (hooks_on(optimizers), len(optimizers)) == (0, 1 if automatic else 2)
     assert len(csv_rows(tmp_path)) == profiler.summary.steps == 3
     assert profiler.summary.fits == ""
-    assert [metrics["speed/samples_per_batch"] for _, metrics in recorder.ours] == [4]
+    assert [metrics["speed/batch_size"] for _, metrics in recorder.ours] == [4]
     (path,) = tmp_path.rglob("memory_summary.json")
     assert Summary.from_json(path.read_text()) == profiler.summary
     assert "MiB" not in capsys.readouterr().out
@@ -1564,7 +1559,7 @@ def test_64_mib_on_the_host_are_in_their_step_and_no_other(tmp_path):
             torch.frombuffer(block, dtype=torch.uint8).fill_(1)
 
     profiler, _ = profiled(tmp_path, Net(work))
-    peaks = [float(row["peak_allocated_mib"]) for row in csv_rows(tmp_path)]
+    peaks = [float(row["peak_process_mib"]) for row in csv_rows(tmp_path)]
     for step in places:
         # Step 4 has none of them.
         assert 60 < peaks[step] - peaks[4] < 68

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from lightning_batchmem.devices.accelerator import (
@@ -9,7 +11,7 @@ from lightning_batchmem.devices.accelerator import (
     counts_memory,
     cuda_utilization,
 )
-from lightning_batchmem.devices.base import DeviceMemory, Utilization
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import cpu_utilization
 from lightning_batchmem.devices.host import HostMemory
 
@@ -42,8 +44,8 @@ def device_name(device: torch.device) -> str:
     return "host" if device.type == "cpu" else device.type
 
 
-def utilization_for(device: torch.device) -> Utilization | None:
-    """Return the utilization of a device, or ``None`` where it cannot be read.
+def utilization_for(device: torch.device) -> Callable[[], float | None] | None:
+    """Return what reads the utilization of a device in per cent; ``None`` where nothing can.
 
     This is so on other devices and, with a warning, where NVML cannot read a GPU.
     """

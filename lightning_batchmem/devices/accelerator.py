@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from lightning_batchmem.devices.base import Garbage, MemoryStats, Utilization
+from lightning_batchmem.devices.base import Garbage, MemoryStats
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.host import free_bytes_of_host
 
@@ -214,8 +214,8 @@ def counts_memory() -> bool:
     return torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
 
 
-def cuda_utilization(device: torch.device) -> Utilization | None:
-    """Return the utilization over the driver's last sample period.
+def cuda_utilization(device: torch.device) -> Callable[[], float | None] | None:
+    """Return what reads the utilization over the driver's last sample period, in per cent.
 
     It is ``None``, with a warning, if the utilization cannot be read.
     """
@@ -224,7 +224,7 @@ def cuda_utilization(device: torch.device) -> Utilization | None:
     def percent() -> float | None:
         return value_or_none("GPU utilization", torch.cuda.utilization, device)
 
-    return None if percent() is None else Utilization("gpu_pct", percent)
+    return None if percent() is None else percent
 
 
 def cuda_joules(device: torch.device) -> float | None:

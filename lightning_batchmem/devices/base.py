@@ -37,18 +37,6 @@ class MemoryStats(NamedTuple):
     requested_bytes: int | None = None
 
 
-class Utilization(NamedTuple):
-    """Utilization of a device.
-
-    Attributes:
-        key: name of the metric.
-        percent: function that returns a percentage, or ``None`` without a reading.
-    """
-
-    key: str
-    percent: Callable[[], float | None]
-
-
 class PeakCounter(Protocol):
     """Reads the bytes in use, and their peak since a reset."""
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_batchmem.devices.base import Utilization
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.devices.host import cpu_quota_cores
 
@@ -54,9 +53,9 @@ class CpuMeter:
         return min(100.0, 100 * busy_seconds / (wall_seconds * self._cores))
 
 
-def cpu_utilization() -> Utilization:
-    """Return the busy share of the cores that this process may use, since the previous call."""
-    return Utilization("cpu_pct", CpuMeter(usable_cores()).percent)
+def cpu_utilization() -> Callable[[], float | None]:
+    """Return what reads the busy share of the cores that this process may use, in per cent."""
+    return CpuMeter(usable_cores()).percent
 
 
 def usable_cores() -> float:

@@ -117,7 +117,8 @@ class RisingPeak:
 
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
-        self._highest_bytes = device.peak().allocated_bytes
+        self._highest_bytes = 0
+        self.peak()
         if device.is_host:
             # Memory that was freed may be used again.
             self._highest_bytes += device.granularity_bytes

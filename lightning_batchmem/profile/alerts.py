@@ -106,10 +106,10 @@ class Alerts:
         # What grows would fill the memory at a smaller size too.
         if limit_bytes and is_nearly_full and "leak" not in self.issued:
             self.issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
-        if count := interval.reading.ooms:
+        if count := interval.reading.num_ooms:
             self.issue("failed", count=counted(count, "time"))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        if interval.reading.utilization is not None and interval.stage == self._stage:
+        if interval.reading.busy_percent is not None and interval.stage == self._stage:
             self._check_wait(totals.times)
 
     def _check_growth(self, step: Step, start_bytes: int, limit_bytes: int) -> None:

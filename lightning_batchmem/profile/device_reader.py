@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 
@@ -13,26 +14,6 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
 from lightning_batchmem.profile.step import DeviceReading
-
-
-class EnergyMeter:
-    """Measures the energy of a GPU from now on.
-
-    Args:
-        device: the GPU; None to measure nothing.
-    """
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-        self._before = None if device is None else cuda_joules(device)
-
-    def joules(self) -> float | None:
-        """Return the energy since the begin; None if it is unknown."""
-        if self._device is None or self._before is None:
-            return None
-        now = cuda_joules(self._device)
-        # NVML counts in steps of some milliseconds, and begins again with a new driver.
-        return None if now is None or now <= self._before else now - self._before
 
 
 class DeviceReader:
@@ -53,13 +34,13 @@ class DeviceReader:
         self.device_name = device.type if device_memory is None else device_memory.name
         # The cores that this process may use; None on a device.
         self.cores = usable_cores() if device.type == "cpu" else None
+        self._device = device
         self._device_memory = device_memory
         self._max_limit_bytes = max_limit_bytes
-        # Whether the limit is that of a plan.
-        self.is_planned = max_limit_bytes < math.inf
         self._utilization = utilization_for(device)
         # Where NVML reads no utilization it reads no energy, and one warning is enough.
-        self.energy = EnergyMeter(device if device.type == "cuda" and self._utilization else None)
+        self._has_energy = device.type == "cuda" and self._utilization is not None
+        self._joules_before = self._joules_now()
         # The events of a search before the run do not count.
         self._events_before = self._counters()
         # A utilization begins with the reading before, so the first reading has none.
@@ -71,16 +52,28 @@ class DeviceReader:
         if time.monotonic() < self._next_reading:
             return None
         self._next_reading = time.monotonic() + self.interval_seconds
-        counters = self._counters()
         before = self._events_before
-        events = {name: max(0, count - before.get(name, 0)) for name, count in counters.items()}
-        self.last = DeviceReading(
-            self._limit_bytes(),
-            self._utilization_now() or self.last.utilization,
-            events.get("num_alloc_retries"),
-            events.get("num_ooms"),
+        events: dict[str, Any] = {
+            name: max(0, count - before.get(name, 0)) or None
+            for name, count in self._counters().items()
+            if name in DeviceReading._fields
+        }
+        self.last = self.last._replace(
+            limit_bytes=self._limit_bytes(), **events, **self._utilization_now()
         )
         return self.last
+
+    def joules(self) -> float | None:
+        """Return the energy of a GPU since the begin; None if it is unknown."""
+        before = self._joules_before
+        if before is None:
+            return None
+        now = self._joules_now()
+        # NVML counts in steps of some milliseconds, and begins again with a new driver.
+        return None if now is None or now <= before else now - before
+
+    def _joules_now(self) -> float | None:
+        return cuda_joules(self._device) if self._has_energy else None
 
     def expire(self) -> None:
         """Read the device the next time, however young the last reading is."""
@@ -98,13 +91,13 @@ class DeviceReader:
     def leave_out(self) -> None:
         """Leave the time until now out of the utilization, which the next reading has again."""
         self._utilization_now()
-        self.last = self.last._replace(utilization=None)
+        self.last = self.last._replace(gpu_percent=None, cpu_percent=None)
 
-    def _utilization_now(self) -> tuple[str, float] | None:
-        percent = None if self._utilization is None else self._utilization.percent()
-        if self._utilization is None or percent is None:
-            return None
-        return self._utilization.key, percent
+    def _utilization_now(self) -> dict[str, Any]:
+        """Return the utilization since the last call, under its name; empty if it is unknown."""
+        percent = None if self._utilization is None else self._utilization()
+        name = "gpu_percent" if self._device.type == "cuda" else "cpu_percent"
+        return {} if percent is None else {name: percent}
 
     def _limit_bytes(self) -> int | None:
         if self._device_memory is None:

@@ -154,15 +154,13 @@ class FlopStep:
 
     def rate(self, samples_per_second: float | None) -> FlopRate:
         """Return what a device computes at this speed of its own."""
-        if self.flops_per_sample is None or samples_per_second is None:
-            return FlopRate(self.flops_per_sample, why_not=self.why_not)
-        flops_per_second = self.flops_per_sample * samples_per_second
-        mfu_pct = None
-        if self._peak_flops is not None:
-            mfu_pct = 100.0 * flops_per_second / self._peak_flops
-        return FlopRate(
-            self.flops_per_sample, flops_per_second / 1e12, mfu_pct, why_not=self.why_not
-        )
+        tflops = mfu_pct = None
+        if self.flops_per_sample is not None and samples_per_second is not None:
+            flops_per_second = self.flops_per_sample * samples_per_second
+            tflops = flops_per_second / 1e12
+            if self._peak_flops is not None:
+                mfu_pct = 100.0 * flops_per_second / self._peak_flops
+        return FlopRate(self.flops_per_sample, tflops, mfu_pct, self.why_not)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -54,9 +54,8 @@ class StepClock:
         self.in_step = False
         self._first_number = first_number
         self._begin = 0.0
-        self._end = 0.0
-        # Whether the time has ended, which is after the end of the step.
-        self._has_end = True
+        # The end of the time, which is after the end of the step; None before it.
+        self._end: float | None = 0.0
         self._requested: float | None = None
         self._wait_seconds: float | None = None
 
@@ -89,15 +88,13 @@ class StepClock:
 
     def end(self) -> None:
         """End the time of the step, unless it has ended."""
-        if not self._has_end:
+        if self._end is None:
             self._end = self.now()
-            self._has_end = True
 
     def seconds(self) -> tuple[float, float | None]:
         """Return the seconds of the last step, and those before its batch arrived."""
-        if not self._has_end:
-            self.end()
-        return self._end - self._begin, self._wait_seconds
+        end = self.now() if self._end is None else self._end
+        return end - self._begin, self._wait_seconds
 
     def start(self, arrived: float) -> None:
         """Begin a step, whose batch has arrived at this time."""
@@ -106,7 +103,7 @@ class StepClock:
         self._begin = arrived if self._requested is None else self._requested
         self._wait_seconds = None if self._requested is None else arrived - self._requested
         self._requested = None
-        self._has_end = False
+        self._end = None
 
     def leave_out(self, seconds: float) -> None:
         """Leave out a part of the step that has begun."""
@@ -122,19 +119,12 @@ class BatchCounter:
     """
 
     def __init__(self, trainer: Trainer, items_fn: Callable[[Any], float] | None) -> None:
+        self._trainer = trainer
         self._items_fn = items_fn
-        self._of_run = BatchSamples(trainer)
-        # Those of the stage that runs now.
-        self._samples = self._of_run
+        # By stage. A training may contain validations.
+        self._samples: dict[str, BatchSamples] = {}
         self._warned_of_size = False
         self._warned_of_items = False
-
-    def begin_validation(self, trainer: Trainer) -> None:
-        """Count the batches of a validation in the training."""
-        self._samples = BatchSamples(trainer)
-
-    def end_validation(self) -> None:
-        self._samples = self._of_run
 
     def items(self, batch: object) -> float | None:
         if self._items_fn is None:
@@ -149,15 +139,19 @@ class BatchCounter:
             )
         return items
 
-    def samples(self, placed: PlacedBatch) -> int | None:
-        samples = self._samples.in_batch(*placed)
+    def samples(self, placed: PlacedBatch, stage: str) -> int | None:
+        """Count the samples of a batch of the stage that runs."""
+        if stage not in self._samples:
+            self._samples[stage] = BatchSamples(self._trainer)
+        batches = self._samples[stage]
+        samples = batches.in_batch(*placed)
         # The last batch of a stream is not worth a warning.
-        if samples is None and not (self._samples.loaders_have_sizes or self._warned_of_size):
+        if samples is None and not (batches.loaders_have_sizes or self._warned_of_size):
             self._warned_of_size = True
             rank_zero_warn(
                 "MemoryProfiler cannot count the samples of a batch: its loader has no batch_size,"
                 " and its tensors differ in their first dimension or have none. Such steps are left"
-                " out of speed/samples_per_batch and speed/samples_per_s."
+                " out of speed/batch_size and speed/samples_per_s."
             )
         return samples
 
@@ -210,14 +204,12 @@ class StepRecorder:
         self.steady.drop()
         self.clock.forget()
 
-    def begin_validation(self, trainer: Trainer) -> None:
+    def begin_validation(self) -> None:
         """Begin a validation in the training."""
-        self._counter.begin_validation(trainer)
         self.clock = self.validation_clock
         self.clock.restart()
 
     def end_validation(self) -> None:
-        self._counter.end_validation()
         self.clock = self.run_clock
 
     def leave(self) -> None:
@@ -262,7 +254,7 @@ class StepRecorder:
         self._batch = _NO_BATCH
         number = clock.number
         steps = clock.steps if clock is self.run_clock else None
-        samples = self._counter.samples(batch)
+        samples = self._counter.samples(batch, clock.stage)
         peak_bytes, reserved_bytes, _ = self.memory.end(steps, number) or (None, None, None)
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
@@ -313,7 +305,7 @@ class StepRecorder:
         where = "before the first step"
         if clock.in_step:
             where = f"in {clock.stage} step {clock.number}"
-            if (samples := self._counter.samples(self._batch)) is not None:
+            if (samples := self._counter.samples(self._batch, clock.stage)) is not None:
                 where += f" with a batch of {counted(samples, 'sample')}"
             phase = value_or_none("An error", phase_of, error)
             if phase and clock.stage == "train":

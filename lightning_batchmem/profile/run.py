@@ -25,13 +25,12 @@ from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.profile.alerts import Alerts
+from lightning_batchmem.profile.columns import LoggerMetrics, StepCsv, loggers_of
 from lightning_batchmem.profile.device_reader import DeviceReader
-from lightning_batchmem.profile.metrics import LoggerMetrics, loggers_of
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
 from lightning_batchmem.profile.steady_steps import Options
 from lightning_batchmem.profile.step import UNREAD, DeviceReading, Interval, Step, Totals
-from lightning_batchmem.profile.step_csv import StepCsv
 from lightning_batchmem.profile.step_memory import peaks_of_ranks
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 from lightning_batchmem.profile.text import fits_text
@@ -124,9 +123,10 @@ class Run:
         if folder is not None:
             if plan is not None:
                 folder.write(PLAN_NAME, plan.to_json())
-            has_exact_times = device.type == "cpu"
             csv = StepCsv(
-                folder.csv, world_size=trainer.world_size, has_exact_times=has_exact_times
+                folder.csv,
+                world_size=trainer.world_size,
+                has_exact_times=device.type == "cpu",
             )
         self.peaks = recorder.memory.peaks
         self._folder = folder
@@ -197,18 +197,19 @@ class Run:
         if self._snapshot is not None and (text := self._snapshot.end_step(trainer.global_rank)):
             rank_zero_info(text)
         self._logging_step = logging_step(trainer)
-        is_training = self._recorder.clock.stage == "train"
-        self._is_due = is_training and logs_now(trainer, self._logging_step)
+        self._is_due = self._recorder.clock.stage == "train" and logs_now(
+            trainer, self._logging_step
+        )
 
     def end_epoch(self) -> None:
         """Add the last step."""
         self._complete()
         self._recorder.skip()
 
-    def begin_validation(self, trainer: Trainer) -> None:
+    def begin_validation(self) -> None:
         """Report the training steps before a validation, whose time does not belong to them."""
         self._report()
-        self._recorder.begin_validation(trainer)
+        self._recorder.begin_validation()
 
     def end_validation(self) -> None:
         """Report a validation in the training."""
@@ -244,10 +245,9 @@ class Run:
             self._reader.expire()
         try:
             self._report()
-            is_training = self._recorder.run_clock.stage == "train"
-            if is_complete and is_training and trainer.world_size > 1:
-                totals = self._takers.totals.get("train", Totals())
-                rank_peaks_bytes = peaks_of_ranks(totals.peak_bytes)
+            stage = self._recorder.run_clock.stage
+            if is_complete and stage == "train" and trainer.world_size > 1:
+                rank_peaks_bytes = peaks_of_ranks(self._takers.totals["train"].peak_bytes)
         finally:
             # After an error of the device too, the file has all steps that were reported.
             try:
@@ -293,9 +293,9 @@ class Run:
         """Return the summary of the stage of the run; None if it had no step."""
         stage = self._recorder.run_clock.stage
         by_stage = self._takers.totals
-        if stage not in by_stage:
-            return None
         totals = by_stage[stage]
+        if not totals.steps:
+            return None
         steady = self._recorder.steady
         flops = steady.flops
         alerts = self._takers.alerts.issued
@@ -312,11 +312,11 @@ class Run:
             rank_peaks_bytes=rank_peaks_bytes,
             validation_peak_bytes=by_stage["validate"].peak_bytes if stage == "train" else None,
             graph_steps=totals.graph_steps,
-            is_planned=self._reader.is_planned,
+            is_planned=self._plan is not None,
             between_steps=self.peaks.between,
         )
         times = totals.times
-        joules = self._reader.energy.joules()
+        joules = self._reader.joules()
         speed = RunSpeed(
             times.step_seconds,
             # All ranks have batches of one size.
@@ -331,7 +331,7 @@ class Run:
         )
         fits = ""
         # The size may not fit in a longer run, or without the steps that were skipped.
-        is_proven = not self._reader.last.ooms and not is_leak
+        is_proven = not self._reader.last.num_ooms and not is_leak
         if is_complete and self._plan is not None and is_proven:
             device = value_or_none("The device", device_name, trainer.strategy.root_device)
             fits = fits_text(self._plan, memory, f"{device}", str(trainer.precision))

@@ -261,11 +261,7 @@ class SteadySteps:
         if compiled_frames() > 0:
             measured.refuse(_COMPILED)
             return True
-        try:
-            measured.end(samples, peak_bytes)
-        # As at its begin.
-        except Exception as error:  # noqa: BLE001
-            self._refuse(measured, error)
+        _try(measured, measured.end, samples, peak_bytes)
         return True
 
     def drop(self) -> None:
@@ -305,24 +301,15 @@ class SteadySteps:
     def _begin_measurement(
         self, measurement: ModuleStep | FlopStep, module: LightningModule, batch: object
     ) -> None:
-        try:
-            if compiled_frames() > 0:
-                measurement.refuse(_COMPILED)
-                return
-            if has_own_tensors(module):
-                measurement.refuse("some parameters are of a type of their own, as under FSDP2")
-                return
+        if compiled_frames() > 0:
+            measurement.refuse(_COMPILED)
+        elif has_own_tensors(module):
+            measurement.refuse("some parameters are of a type of their own, as under FSDP2")
+        else:
             # It is noted first, because an interrupt has to close it too.
             self._measured = measurement
-            measurement.begin(module, self._optimizers, batch)
-        # Modules and optimizers of others may raise any error.
-        except Exception as error:  # noqa: BLE001
-            self._measured = None
-            self._refuse(measurement, error)
-
-    def _refuse(self, measurement: ModuleStep | FlopStep, error: Exception) -> None:
-        measurement.close()
-        measurement.refuse(f"the step could not be measured ({error_text(error)})")
+            if not _try(measurement, measurement.begin, module, self._optimizers, batch):
+                self._measured = None
 
     def _note_step(self, *_: object) -> None:
         """Begin the steady state after a step of an optimizer, and measure gradients in it."""
@@ -331,3 +318,14 @@ class SteadySteps:
             value_or_none(_BREAKDOWN, self.breakdown.add_gradients)
         if self.phases is not None:
             self.phases.enter("forward")
+
+
+def _try(measured: ModuleStep | FlopStep, method: Callable[..., None], *arguments: object) -> bool:
+    """Call a method; False after an error, as modules and optimizers of others may raise any."""
+    try:
+        method(*arguments)
+    except Exception as error:  # noqa: BLE001
+        measured.close()
+        measured.refuse(f"the step could not be measured ({error_text(error)})")
+        return False
+    return True

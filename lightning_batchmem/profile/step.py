@@ -33,21 +33,22 @@ class Step(NamedTuple):
     # The highest bytes between this step and the one before it; read in some only.
     before_bytes: int | None = None
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether the step replays CUDA graphs, so that only the reserved peak is known."""
-        return self.peak_bytes is None and self.peak_reserved_bytes is not None
-
 
 class DeviceReading(NamedTuple):
     """A reading of the device between two steps; what was not read is None."""
 
     limit_bytes: int | None = None
-    # The name of the metric, and per cent since the previous reading.
-    utilization: tuple[str, float] | None = None
-    # Retries of the allocator since the run began, and allocations that failed.
-    alloc_retries: int | None = None
-    ooms: int | None = None
+    # The utilization of one of both, since the previous reading.
+    gpu_percent: float | None = None
+    cpu_percent: float | None = None
+    # Retries of the allocator since the run began, and allocations that failed; None before the
+    # first one.
+    num_alloc_retries: int | None = None
+    num_ooms: int | None = None
+
+    @property
+    def busy_percent(self) -> float | None:
+        return self.cpu_percent if self.gpu_percent is None else self.gpu_percent
 
 
 UNREAD = DeviceReading()
@@ -60,9 +61,11 @@ class Rate:
     amount: float = 0.0
     seconds: float = 0.0
 
-    def add(self, amount: float, seconds: float) -> None:
-        self.amount += amount
-        self.seconds += seconds
+    def add(self, amount: float | None, seconds: float) -> None:
+        """Add an amount; steps in which it is unknown do not count."""
+        if amount is not None:
+            self.amount += amount
+            self.seconds += seconds
 
     def per_second(self, factor: float = 1.0) -> float | None:
         """Return ``factor`` times the amount of a second; None if no step has an amount."""
@@ -91,22 +94,18 @@ class Times:
         """Add the times of later steps."""
         self.steps += other.steps
         self.seconds += other.seconds
-        self.samples.add(other.samples.amount, other.samples.seconds)
-        self.items.add(other.items.amount, other.items.seconds)
-        self.wait.add(other.wait.amount, other.wait.seconds)
-        self.busy.add(other.busy.amount, other.busy.seconds)
+        for name in ("samples", "items", "wait", "busy"):
+            rate = getattr(other, name)
+            getattr(self, name).add(rate.amount, rate.seconds)
 
-    def add_steps(self, steps: Sequence[Step]) -> None:
-        for step in steps:
-            seconds = step.seconds
-            self.steps += 1
-            self.seconds += seconds
-            if step.wait_seconds is not None:
-                self.wait.add(step.wait_seconds, seconds)
-            if step.batch_size is not None and not step.is_slowed:
-                self.samples.add(step.batch_size, seconds)
-            if step.items is not None and not step.is_slowed:
-                self.items.add(step.items, seconds)
+    def add_step(self, step: Step) -> None:
+        seconds = step.seconds
+        self.steps += 1
+        self.seconds += seconds
+        self.wait.add(step.wait_seconds, seconds)
+        if not step.is_slowed:
+            self.samples.add(step.batch_size, seconds)
+            self.items.add(step.items, seconds)
 
 
 @dataclass(slots=True)
@@ -115,7 +114,7 @@ class Totals:
 
     # The times of most steps, and of those that take longer for a reason of their own.
     steady: Times = field(default_factory=Times)
-    slowed: Times | None = None
+    slowed: Times = field(default_factory=Times)
     first_seconds: float = 0.0
     graph_steps: int = 0
     # As far as batches show them.
@@ -128,12 +127,12 @@ class Totals:
 
     @property
     def steps(self) -> int:
-        return self.steady.steps + (self.slowed.steps if self.slowed else 0)
+        return self.steady.steps + self.slowed.steps
 
     @property
     def times(self) -> Times:
         """The times that means are made of."""
-        return self.steady if self.steady.steps or self.slowed is None else self.slowed
+        return self.steady if self.steady.steps else self.slowed
 
     @property
     def peak_bytes(self) -> int | None:
@@ -144,9 +143,7 @@ class Totals:
         if not self.steps:
             self.first_seconds = other.first_seconds
         self.steady.add(other.steady)
-        if other.slowed is not None:
-            self.slowed = self.slowed or Times()
-            self.slowed.add(other.slowed)
+        self.slowed.add(other.slowed)
         self.graph_steps += other.graph_steps
         self.samples += other.samples
         self._add_largest(other, other.highest)
@@ -154,22 +151,16 @@ class Totals:
     def add_steps(self, steps: Sequence[Step]) -> None:
         if not self.steps:
             self.first_seconds = steps[0].seconds
-        slowed = [step for step in steps if step.is_slowed or step.is_first]
-        if slowed:
-            self.slowed = self.slowed or Times()
-            self.slowed.add_steps(slowed)
-            self.steady.add_steps([step for step in steps if not (step.is_slowed or step.is_first)])
-        else:
-            self.steady.add_steps(steps)
         for step in steps:
+            (self.slowed if step.is_slowed or step.is_first else self.steady).add_step(step)
             self.samples += step.batch_size or 0
-            if step.peak_bytes is None and step.has_graphs:
-                self.graph_steps += 1
+            # A step that replays CUDA graphs has a reserved peak only.
+            self.graph_steps += step.peak_bytes is None and step.peak_reserved_bytes is not None
             self._add_largest(step, step)
 
     def add_busy(self, percent: float) -> None:
         """Add the utilization in the time of these steps."""
-        for times in filter(None, (self.steady, self.slowed)):
+        for times in (self.steady, self.slowed):
             times.busy.add(percent * times.seconds, times.seconds)
 
     def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:
@@ -207,5 +198,5 @@ class Interval:
     def end(self, reading: DeviceReading) -> None:
         """Add the reading of the device after the last step; empty if it was not read."""
         self.reading = reading
-        if reading.utilization is not None:
-            self.totals.add_busy(reading.utilization[1])
+        if reading.busy_percent is not None:
+            self.totals.add_busy(reading.busy_percent)

@@ -21,8 +21,8 @@ METRICS = {
     "speed/samples_per_s",
     "speed/step_ms",
     "speed/data_wait_pct",
-    "speed/cpu_pct",
-    "speed/samples_per_batch",
+    "speed/cpu_utilization_pct",
+    "speed/batch_size",
 }
 
 

@@ -191,7 +191,7 @@ def test_nearly_full(planned_bytes, allowed_mib):
 def test_waiting_for_data(steps, seconds, share, busy, is_wait):
     rules, sentences = alerts()
     each = step(0, 8, 0)._replace(seconds=seconds / steps, wait_seconds=share * seconds / steps)
-    reading = DeviceReading(utilization=("gpu_pct", busy))
+    reading = DeviceReading(gpu_percent=busy)
     rules.take(interval(*[each] * steps, reading=reading))
     assert bool(sentences) is is_wait
 
@@ -200,9 +200,8 @@ def test_the_wait_is_summed_over_intervals_of_known_utilization():
     rules, sentences = alerts()
 
     def take(steps, seconds, share, busy):
-        utilization = None if busy is None else ("gpu_pct", busy)
         each = step(0, 8, 0)._replace(seconds=seconds / steps, wait_seconds=share * seconds / steps)
-        rules.take(interval(*[each] * steps, reading=DeviceReading(utilization=utilization)))
+        rules.take(interval(*[each] * steps, reading=DeviceReading(gpu_percent=busy)))
 
     # The sum starts again after each check.
     take(50, 1000.0, 0.1, 0.0)

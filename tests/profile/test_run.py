@@ -4,11 +4,10 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_batchmem.profile.alerts import Alerts
-from lightning_batchmem.profile.metrics import LoggerMetrics
+from lightning_batchmem.profile.columns import LoggerMetrics, StepCsv
 from lightning_batchmem.profile.run import Takers
 from lightning_batchmem.profile.run_folder import RunFolder
 from lightning_batchmem.profile.step import UNREAD, DeviceReading
-from lightning_batchmem.profile.step_csv import StepCsv
 from tests.helpers.profiled import MIB, rows
 from tests.helpers.steps import interval, step
 
@@ -56,7 +55,7 @@ def test_steps_between_two_readings_of_the_device_are_one_interval(made):
     log(takers, interval(step(1, 5, seconds=1.5), step(2, 5, seconds=1.0)))
     assert (len(logger.steps), rows(path)) == (2, [])
     assert not takers.totals
-    reading = DeviceReading(32 * MIB, ("gpu_pct", 50.0))
+    reading = DeviceReading(32 * MIB, 50.0)
     takers.flush(reading)
     takers.flush(reading)
     found = rows(path)

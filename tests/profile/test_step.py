@@ -4,12 +4,12 @@ from tests.helpers.steps import MIB, interval, step
 
 def test_totals_of_a_run_are_those_of_its_intervals():
     totals = Totals()
-    reading = DeviceReading(utilization=("gpu_pct", 90.0))
+    reading = DeviceReading(gpu_percent=90.0)
     totals.add(interval(step(0, 9, seconds=1.0), reading=reading).totals)
     second = step(1, 5, seconds=1.0, reserved=12 * MIB)
     totals.add(interval(second, reading=UNREAD).totals)
     graphs = step(3, 7, seconds=1.0, reserved=10 * MIB)._replace(peak_bytes=None)
-    reading = DeviceReading(utilization=("gpu_pct", 50.0))
+    reading = DeviceReading(gpu_percent=50.0)
     totals.add(interval(step(2, 7), graphs, reading=reading).totals)
     assert (totals.highest.number, totals.steps, totals.times.step_seconds) == (0, 4, 5 / 4)
     assert (totals.peak_bytes, totals.peak_reserved_bytes) == (9 * MIB, 12 * MIB)
@@ -23,11 +23,11 @@ def test_totals_of_a_run_are_those_of_its_intervals():
 def test_means_are_those_of_the_steps_after_the_first_one():
     totals = Totals()
     first = step(0, 9, seconds=5.0, wait=4.0)._replace(is_first=True)
-    totals.add(interval(first, reading=DeviceReading(utilization=("gpu_pct", 10.0))).totals)
+    totals.add(interval(first, reading=DeviceReading(gpu_percent=10.0)).totals)
     # Without other steps they are those of the first one.
     assert (totals.times.step_seconds, totals.times.samples.per_second()) == (5.0, 4 / 5.0)
     compiled = step(1, 5, seconds=7.0)._replace(is_first=True)
-    reading = DeviceReading(utilization=("gpu_pct", 90.0))
+    reading = DeviceReading(gpu_percent=90.0)
     totals.add(interval(compiled, step(2, 5), step(3, 5), reading=reading).totals)
     times = totals.times
     assert (times.step_seconds, times.wait.per_second(), totals.first_seconds) == (2.0, 0.25, 5.0)
