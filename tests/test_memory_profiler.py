@@ -783,6 +783,17 @@ def test_what_a_hook_takes_after_a_step_is_no_part_of_it(tmp_path, device_memory
     assert profiler.run_peak_bytes == 301 * MIB
 
 
+def test_what_the_module_takes_at_the_start_of_a_batch_is_in_its_step(tmp_path, device_memory):
+    class UsesAtStart(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            spike(device_memory, 150, "start", 300)(self.steps, "start")
+
+    profiler, _ = profiled(tmp_path, UsesAtStart(), loader=data(samples=800))
+    memory = profiler.summary.memory
+    assert (memory.peak_bytes, memory.peak_step, memory.between_bytes) == (301 * MIB, 150, 0)
+    assert before_mib(tmp_path) == {}
+
+
 def test_what_a_hook_takes_after_a_validation_step_is_no_part_of_it(tmp_path, device_memory):
     def use(*_):
         device_memory.use(300 * MIB)

@@ -131,12 +131,12 @@ class Alerts:
         """Add the steps since the last call, and check the wait once they are enough."""
         self._waited.add(times)
         waited = self._waited
-        seconds = waited.busy.seconds
+        seconds = waited.seconds_of_busy
         if waited.steps < _MIN_STEPS or seconds < _MIN_SECONDS:
             return
         self._waited = Times()
-        share = waited.wait.per_second() or 0.0
-        busy = waited.busy.per_second() or 0.0
+        share = waited.per_second("wait") or 0.0
+        busy = waited.per_second("busy") or 0.0
         if share > _MAX_WAIT_SHARE and busy < _MIN_BUSY_PERCENT:
             self.issue("data", share=share, seconds=seconds, steps=waited.steps, busy=busy)
 

@@ -55,22 +55,25 @@ class Column(NamedTuple):
     """A quantity of steps, with one name everywhere.
 
     Args:
-        name: its name, with its unit. Where PyTorch has a name, it is that.
+        metric: the name in the loggers; without a group it is only in the CSV.
         place: its place in a :class:`Record`.
         meaning: what it is, for the documentation; empty where the column before says it.
-        group: the first part of the metric's name; empty if it is only in the CSV.
         factor: converts it to the unit; None for what is no measure.
         in_csv: whether the CSV has it.
         is_constant: whether it is logged only where it changes.
     """
 
-    name: str
+    metric: str
     place: str
     meaning: str
-    group: str = ""
     factor: float | None = None
     in_csv: bool = True
     is_constant: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in the CSV, with its unit; where PyTorch has a name, it is that."""
+        return self.metric.rpartition("/")[2]
 
 
 _MIB = 1 / MIB
@@ -83,62 +86,55 @@ COLUMNS = (
     ),
     Column("stage", "steps.stage", ""),
     Column(
-        "batch_size",
+        "speed/batch_size",
         "steps.batch_size",
         "samples on this rank (`items_fn` counts others); logged if it changes",
-        "speed",
         is_constant=True,
     ),
     Column(
-        "peak_allocated_mib",
+        "memory/peak_allocated_mib",
         "peak_allocated_bytes",
         "the highest memory inside the step, in MiB of 2^20 bytes. On a GPU *allocated* is what"
         " tensors take and *reserved* what the process takes for them, as PyTorch counts both; on a"
         " CPU there is only what the *process* takes",
-        "memory",
         _MIB,
     ),
-    Column("peak_reserved_mib", "steps.peak_reserved_bytes", "", "memory", _MIB),
-    Column("peak_process_mib", "peak_process_bytes", "", "memory", _MIB),
+    Column("memory/peak_reserved_mib", "steps.peak_reserved_bytes", "", _MIB),
+    Column("memory/peak_process_mib", "peak_process_bytes", "", _MIB),
     Column(
-        "limit_mib",
+        "memory/limit_mib",
         "reading.limit_bytes",
         "the limit of *reserved* or *process*, read at a log, at most once a second",
-        "memory",
         _MIB,
     ),
     Column(
-        "used_pct",
+        "memory/used_pct",
         "used_share",
         "*reserved* or *process* in per cent of the limit",
-        "memory",
         100,
         in_csv=False,
     ),
     Column(
-        "samples_per_s",
+        "speed/samples_per_s",
         "samples_per_second",
         "from one request of a batch to the next, without evaluation and checkpoints; of all ranks",
-        "speed",
         1,
     ),
-    Column("items_per_s", "items_per_second", "", "speed", 1),
-    Column("step_ms", "step_seconds", "", "speed", 1e3),
+    Column("speed/items_per_s", "items_per_second", "", 1),
+    Column("speed/step_ms", "step_seconds", "", 1e3),
     Column(
-        "data_wait_pct",
+        "speed/data_wait_pct",
         "wait_share",
         "the share of that time until the batch arrived",
-        "speed",
         100,
     ),
     Column(
-        "gpu_utilization_pct",
+        "speed/gpu_utilization_pct",
         "reading.gpu_percent",
         "busy share since the last reading; of a GPU by all processes on it",
-        "speed",
         1,
     ),
-    Column("cpu_utilization_pct", "reading.cpu_percent", "", "speed", 1),
+    Column("speed/cpu_utilization_pct", "reading.cpu_percent", "", 1),
     Column(
         "peak_before_mib",
         "steps.before_bytes",
@@ -148,29 +144,28 @@ COLUMNS = (
         factor=_MIB,
     ),
     Column(
-        "num_alloc_retries",
+        "memory/num_alloc_retries",
         "reading.num_alloc_retries",
         "CUDA, from the first time on: how often the allocator released its cache and tried again,"
         " and how often there was still no memory",
-        "memory",
         1,
         in_csv=False,
     ),
-    Column("num_ooms", "reading.num_ooms", "", "memory", 1, in_csv=False),
+    Column("memory/num_ooms", "reading.num_ooms", "", 1, in_csv=False),
     Column(
-        "tflops_per_device",
+        "speed/tflops_per_device",
         "flops.tflops_per_device",
         "with `flops=True` ([below](#floating-point-operations))",
-        "speed",
         1,
         in_csv=False,
     ),
-    Column("mfu_pct", "flops.mfu_pct", "", "speed", 1, in_csv=False),
+    Column("speed/mfu_pct", "flops.mfu_pct", "", 1, in_csv=False),
 )
 
 
 _CELLS = [column for column in COLUMNS if column.in_csv]
-_METRICS = [column for column in COLUMNS if column.group]
+_METRICS = [column for column in COLUMNS if "/" in column.metric]
+_FACTORS = [column.factor for column in _CELLS]
 # Each reads all of them from a record in one call.
 _read_cells = attrgetter(*(column.place for column in _CELLS))
 _read_metrics = attrgetter(*(column.place for column in _METRICS))
@@ -228,8 +223,8 @@ class StepCsv:
                 _product(step.wait_seconds, 1 / step.seconds if step.seconds > 0 else None),
             )
             yield [
-                value if value is None or column.factor is None else f"{value * column.factor:.3f}"
-                for column, value in zip(_CELLS, _read_cells(record), strict=True)
+                value if value is None or factor is None else f"{value * factor:.3f}"
+                for factor, value in zip(_FACTORS, _read_cells(record), strict=True)
             ]
 
 
@@ -315,26 +310,25 @@ class LoggerMetrics:
                 gpu_percent=reading.gpu_percent, cpu_percent=reading.cpu_percent
             )
         elif self.flops is not None:
-            flops = self.flops.rate(times.samples.per_second())
+            flops = self.flops.rate(times.per_second("samples"))
         record = Record(
             interval.totals,
             reading,
             times.step_seconds,
-            times.samples.per_second(self.world_size),
-            times.items.per_second(self.world_size),
-            times.wait.per_second(),
+            times.per_second("samples", self.world_size),
+            times.per_second("items", self.world_size),
+            times.per_second("wait"),
             self.limit_bytes,
             flops,
         )
-        suffix = "" if is_training else f"_{interval.stage}"
         metrics = {}
         for column, value in zip(_METRICS, _read_metrics(record), strict=True):
-            name = f"{column.group}/{column.name}{suffix}"
-            # It is the same in most intervals, and each value takes time in a logger.
+            name = column.metric if is_training else f"{column.metric}_{interval.stage}"
+            # Each value takes time in a logger.
             if value is None or (column.is_constant and value == self.logged.get(name)):
                 continue
             self.logged[name] = value
-            metrics[name] = float(value * (column.factor or 1))
+            metrics[name] = float(value) if column.factor is None else value * column.factor
         return metrics
 
 

@@ -6,6 +6,7 @@ A run is one ``fit``, ``validate``, ``test`` or ``predict``.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from lightning_batchmem.profile.step_memory import StepMemory
 from lightning_batchmem.search.compiled import compiled_frames
 
 # Other hooks of a callback are followed by a reading, or are a part of a step.
-_HOOKS_OF_BATCHES = ("on_train_batch", "on_validation_batch", "on_test_batch", "on_predict_batch")
+_HOOKS = ("on_train_batch", "on_validation_batch", "on_test_batch", "on_predict_batch")
 
 _NO_BATCH = PlacedBatch(None, 0, 0)
 
@@ -119,10 +120,9 @@ class BatchCounter:
     """
 
     def __init__(self, trainer: Trainer, items_fn: Callable[[Any], float] | None) -> None:
-        self._trainer = trainer
         self._items_fn = items_fn
         # By stage. A training may contain validations.
-        self._samples: dict[str, BatchSamples] = {}
+        self._samples = defaultdict[str, BatchSamples](lambda: BatchSamples(trainer))
         self._warned_of_size = False
         self._warned_of_items = False
 
@@ -141,8 +141,6 @@ class BatchCounter:
 
     def samples(self, placed: PlacedBatch, stage: str) -> int | None:
         """Count the samples of a batch of the stage that runs."""
-        if stage not in self._samples:
-            self._samples[stage] = BatchSamples(self._trainer)
         batches = self._samples[stage]
         samples = batches.in_batch(*placed)
         # The last batch of a stream is not worth a warning.
@@ -183,8 +181,9 @@ class StepRecorder:
         self.clock = self.run_clock
         self.steady = SteadySteps(trainer, module, device_memory, stage, options)
         self._device = trainer.strategy.root_device
-        has_hooks = any(
-            has_hook_of_user(one, *_HOOKS_OF_BATCHES) for one in (*callbacks_of(trainer), module)
+        # A module's hooks at the start of a batch follow those of all callbacks, within the step.
+        has_hooks = has_hook_of_user(module, *(f"{hook}_end" for hook in _HOOKS)) or any(
+            has_hook_of_user(callback, *_HOOKS) for callback in callbacks_of(trainer)
         )
         self.memory = StepMemory(device_memory, self._device, reads_each=has_hooks)
         self._counter = BatchCounter(trainer, options.items_fn)

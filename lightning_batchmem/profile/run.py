@@ -57,23 +57,21 @@ class Takers:
         # By stage.
         self.totals: defaultdict[str, Totals] = defaultdict(Totals)
         self._csv = csv
-        # The steps since the last reading.
-        self._interval: Interval | None = None
+        # Those of each log since the last reading.
+        self._logged: list[Interval] = []
 
     def keep(self, logged: Interval) -> None:
         """Keep the steps of a log until the next reading of the device."""
-        if self._interval is None:
-            self._interval = logged
-        else:
-            self._interval.add(logged)
+        self._logged.append(logged)
 
     def flush(self, reading: DeviceReading) -> None:
         """Use all steps since the last call, with the reading of the device at their end."""
-        interval = self._interval
-        # After an error in a taker, the others must not take the steps twice.
-        self._interval = None
-        if interval is None:
+        if not self._logged:
             return
+        interval, *later = self._logged
+        # After an error in a taker, the others must not take the steps twice.
+        self._logged = []
+        interval.extend(later)
         interval.end(reading)
         self.totals[interval.stage].add(interval.totals)
         # The file comes first, because an alert may end the run where warnings are errors.
@@ -129,6 +127,8 @@ class Run:
                 has_exact_times=device.type == "cpu",
             )
         self.peaks = recorder.memory.peaks
+        # Ends the last step of an evaluation.
+        self.leave = recorder.leave
         self._folder = folder
         self._snapshot = snapshot
         self._recorder = recorder
@@ -185,10 +185,6 @@ class Run:
         if self._snapshot is not None and recorder.clock.stage == "train":
             self._snapshot.begin_step(recorder.clock.number)
         return phases
-
-    def leave(self) -> None:
-        """End the last step of an evaluation; what follows is not a step."""
-        self._recorder.leave()
 
     def end_step(self, trainer: Trainer, batch: PlacedBatch) -> None:
         """End a step, except its time."""
@@ -320,10 +316,10 @@ class Run:
         speed = RunSpeed(
             times.step_seconds,
             # All ranks have batches of one size.
-            times.samples.per_second(trainer.world_size),
-            times.items.per_second(trainer.world_size),
-            times.wait.per_second(),
-            times.busy.per_second(),
+            times.per_second("samples", trainer.world_size),
+            times.per_second("items", trainer.world_size),
+            times.per_second("wait"),
+            times.per_second("busy"),
             self._reader.cores,
             totals.first_seconds,
             joules,
@@ -342,7 +338,7 @@ class Run:
             memory,
             speed,
             None if steady.modules is None else steady.modules.peak,
-            None if flops is None else flops.rate(times.samples.per_second()),
+            None if flops is None else flops.rate(times.per_second("samples")),
             tuple(alerts.values()),
             fits,
             self._plan.training if self._plan is not None and stage == "train" else "",

@@ -247,7 +247,6 @@ class SteadySteps:
             peak_bytes: its peak; None if it is unknown.
             start_bytes: what was held at the last reading.
         """
-        self.end_work()
         if self.breakdown is not None and peak_bytes is not None:
             self.breakdown.add_peak(peak_bytes, start_bytes)
         if not self._is_noted:

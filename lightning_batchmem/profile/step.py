@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,57 +55,59 @@ UNREAD = DeviceReading()
 
 
 @dataclass(slots=True)
-class Rate:
-    """An amount, and the wall seconds of the steps that have it."""
-
-    amount: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, amount: float | None, seconds: float) -> None:
-        """Add an amount; steps in which it is unknown do not count."""
-        if amount is not None:
-            self.amount += amount
-            self.seconds += seconds
-
-    def per_second(self, factor: float = 1.0) -> float | None:
-        """Return ``factor`` times the amount of a second; None if no step has an amount."""
-        return factor * self.amount / self.seconds if self.seconds else None
-
-
-@dataclass(slots=True)
 class Times:
-    """Totals of the time of steps, constant in size."""
+    """Totals of the time of steps, constant in size.
+
+    Each amount has the wall seconds of the steps in which it is known.
+    """
 
     steps: int = 0
     seconds: float = 0.0
-    samples: Rate = field(default_factory=Rate)
-    items: Rate = field(default_factory=Rate)
-    # The amount is the seconds before the batch arrived.
-    wait: Rate = field(default_factory=Rate)
-    # The amount is per cent times seconds.
-    busy: Rate = field(default_factory=Rate)
+    samples: float = 0.0
+    seconds_of_samples: float = 0.0
+    items: float = 0.0
+    seconds_of_items: float = 0.0
+    # Seconds before the batch arrived.
+    wait: float = 0.0
+    seconds_of_wait: float = 0.0
+    # Per cent times seconds.
+    busy: float = 0.0
+    seconds_of_busy: float = 0.0
 
     @property
     def step_seconds(self) -> float:
         """Mean wall time of a step."""
         return self.seconds / self.steps
 
+    def per_second(self, name: str, factor: float = 1.0) -> float | None:
+        """Return ``factor`` times this amount of a second; None if no step has it."""
+        seconds = getattr(self, f"seconds_of_{name}")
+        return factor * getattr(self, name) / seconds if seconds else None
+
     def add(self, other: Times) -> None:
         """Add the times of later steps."""
-        self.steps += other.steps
-        self.seconds += other.seconds
-        for name in ("samples", "items", "wait", "busy"):
-            rate = getattr(other, name)
-            getattr(self, name).add(rate.amount, rate.seconds)
+        if other.steps:
+            for name in self.__slots__:
+                setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_step(self, step: Step) -> None:
         seconds = step.seconds
         self.steps += 1
         self.seconds += seconds
-        self.wait.add(step.wait_seconds, seconds)
-        if not step.is_slowed:
-            self.samples.add(step.batch_size, seconds)
-            self.items.add(step.items, seconds)
+        if step.wait_seconds is not None:
+            self.wait += step.wait_seconds
+            self.seconds_of_wait += seconds
+        if step.batch_size is not None and not step.is_slowed:
+            self.samples += step.batch_size
+            self.seconds_of_samples += seconds
+        if step.items is not None and not step.is_slowed:
+            self.items += step.items
+            self.seconds_of_items += seconds
+
+    def add_busy(self, percent: float) -> None:
+        """Add the utilization in the time of these steps."""
+        self.busy += percent * self.seconds
+        self.seconds_of_busy += self.seconds
 
 
 @dataclass(slots=True)
@@ -158,11 +160,6 @@ class Totals:
             self.graph_steps += step.peak_bytes is None and step.peak_reserved_bytes is not None
             self._add_largest(step, step)
 
-    def add_busy(self, percent: float) -> None:
-        """Add the utilization in the time of these steps."""
-        for times in (self.steady, self.slowed):
-            times.busy.add(percent * times.seconds, times.seconds)
-
     def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:
         peak_bytes = other.peak_bytes
         reserved_bytes = other.peak_reserved_bytes
@@ -190,13 +187,16 @@ class Interval:
         self.totals.add_steps(steps)
         self.end(reading)
 
-    def add(self, later: Interval) -> None:
-        """Add the steps of the next interval, which end without a reading."""
-        self.steps += later.steps
-        self.totals.add(later.totals)
+    def extend(self, later: Iterable[Interval]) -> None:
+        """Add the steps of the intervals that follow without a reading."""
+        for interval in later:
+            self.steps += interval.steps
+            self.totals.add(interval.totals)
 
     def end(self, reading: DeviceReading) -> None:
         """Add the reading of the device after the last step; empty if it was not read."""
         self.reading = reading
-        if reading.busy_percent is not None:
-            self.totals.add_busy(reading.busy_percent)
+        percent = reading.busy_percent
+        if percent is not None:
+            self.totals.steady.add_busy(percent)
+            self.totals.slowed.add_busy(percent)

@@ -62,8 +62,8 @@ def test_steps_between_two_readings_of_the_device_are_one_interval(made):
     assert [row["step_ms"] for row in found] == ["1000.000"] * 3
     assert [row["limit_mib"] for row in found] == ["", "", "32.000"]
     totals = takers.totals["train"]
-    assert (totals.steps, totals.times.busy.seconds) == (3, 3.0)
-    assert totals.times.busy.per_second() == 50.0
+    assert (totals.steps, totals.times.seconds_of_busy) == (3, 3.0)
+    assert totals.times.per_second("busy") == 50.0
 
 
 def test_an_alert_that_is_an_error_leaves_the_steps_in_the_file_once(made):

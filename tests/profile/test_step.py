@@ -15,9 +15,9 @@ def test_totals_of_a_run_are_those_of_its_intervals():
     assert (totals.peak_bytes, totals.peak_reserved_bytes) == (9 * MIB, 12 * MIB)
     assert (totals.batch_size, totals.graph_steps) == (4, 1)
     # The utilization of each interval counts with its time.
-    assert totals.times.busy.per_second() == 60.0
+    assert totals.times.per_second("busy") == 60.0
     # No step has items, and their rate is missing.
-    assert totals.times.items.per_second() is None
+    assert totals.times.per_second("items") is None
 
 
 def test_means_are_those_of_the_steps_after_the_first_one():
@@ -25,13 +25,13 @@ def test_means_are_those_of_the_steps_after_the_first_one():
     first = step(0, 9, seconds=5.0, wait=4.0)._replace(is_first=True)
     totals.add(interval(first, reading=DeviceReading(gpu_percent=10.0)).totals)
     # Without other steps they are those of the first one.
-    assert (totals.times.step_seconds, totals.times.samples.per_second()) == (5.0, 4 / 5.0)
+    assert (totals.times.step_seconds, totals.times.per_second("samples")) == (5.0, 4 / 5.0)
     compiled = step(1, 5, seconds=7.0)._replace(is_first=True)
     reading = DeviceReading(gpu_percent=90.0)
     totals.add(interval(compiled, step(2, 5), step(3, 5), reading=reading).totals)
     times = totals.times
-    assert (times.step_seconds, times.wait.per_second(), totals.first_seconds) == (2.0, 0.25, 5.0)
-    assert (times.samples.per_second(), times.busy.per_second()) == (2.0, 90.0)
+    assert (times.step_seconds, times.per_second("wait"), totals.first_seconds) == (2.0, 0.25, 5.0)
+    assert (times.per_second("samples"), times.per_second("busy")) == (2.0, 90.0)
     assert (totals.steps, totals.peak_bytes) == (4, 9 * MIB)
 
 
