@@ -62,7 +62,11 @@ class BatchSamples:
 
     def in_batch(self, batch: object, number: int, loader_number: int = 0) -> int | None:
         """The samples of a batch, as in :class:`PlacedBatch`; None if they are unknown."""
-        of_loaders = self._loaders_of(loader_number)
+        # Loaders may be requested again in each epoch.
+        combined = self._loop._combined_loader
+        if combined is not self._combined or loader_number != self._loader_number:
+            self._combined = combined
+            self._read_sizes(loader_number)
         rows = samples_in(batch)
         if not self.loaders_have_sizes:
             return rows
@@ -73,27 +77,21 @@ class BatchSamples:
             return rows
         is_last = self._counter.batch_progress.is_last_batch
         total = 0
-        for one in of_loaders:
+        for one in self._of_loaders:
             samples = one.in_batch(number, is_last=is_last)
             if samples is None:
                 return None
             total += samples
         return total
 
-    def _loaders_of(self, loader_number: int) -> list[_LoaderSamples]:
-        """The loaders that have samples in a batch."""
-        # Loaders may be requested again in each epoch.
-        combined = self._loop._combined_loader
-        if combined is not self._combined or loader_number != self._loader_number:
-            self._combined = combined
-            self._loader_number = loader_number
-            of_loaders = value_or_none(_LOADERS, self._read_loaders, loader_number) or []
-            # A loader of single samples may have batches as samples.
-            sizes = [one.size for one in of_loaders if one.size != 1]
-            self.loaders_have_sizes = bool(sizes) and None not in sizes
-            self._size = sum(one.size or 0 for one in of_loaders)
-            self._of_loaders = of_loaders
-        return self._of_loaders
+    def _read_sizes(self, loader_number: int) -> None:
+        """Read the sizes of the loaders that have samples in a batch."""
+        self._loader_number = loader_number
+        self._of_loaders = value_or_none(_LOADERS, self._read_loaders, loader_number) or []
+        # A loader of single samples may have batches as samples.
+        sizes = [one.size for one in self._of_loaders if one.size != 1]
+        self.loaders_have_sizes = bool(sizes) and None not in sizes
+        self._size = sum(one.size or 0 for one in self._of_loaders)
 
     def _read_loaders(self, loader_number: int) -> list[_LoaderSamples]:
         combined: Any = self._combined

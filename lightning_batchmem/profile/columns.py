@@ -22,6 +22,8 @@ from lightning_batchmem.profile.flop_step import FlopRate, FlopStep
 from lightning_batchmem.profile.run_folder import CSV_NAME
 from lightning_batchmem.profile.step import UNREAD, DeviceReading, Interval
 
+_NO_FLOPS = FlopRate()
+
 
 class Record(NamedTuple):
     """What the cells of a row are made of, or the metrics of an interval; None is unknown."""
@@ -34,7 +36,7 @@ class Record(NamedTuple):
     items_per_second: float | None
     wait_share: float | None
     limit_bytes: int | None = None
-    flops: FlopRate = FlopRate()
+    flops: FlopRate = _NO_FLOPS
 
     @property
     def peak_allocated_bytes(self) -> int | None:
@@ -303,7 +305,7 @@ class LoggerMetrics:
         times = interval.totals.times
         is_training = interval.stage == "train"
         self.limit_bytes = reading.limit_bytes or self.limit_bytes
-        flops = FlopRate()
+        flops = _NO_FLOPS
         if not is_training:
             # What belongs to the whole run is logged in the training only.
             reading = DeviceReading(
@@ -323,11 +325,14 @@ class LoggerMetrics:
         )
         metrics = {}
         for column, value in zip(_METRICS, _read_metrics(record), strict=True):
-            name = column.metric if is_training else f"{column.metric}_{interval.stage}"
-            # Each value takes time in a logger.
-            if value is None or (column.is_constant and value == self.logged.get(name)):
+            if value is None:
                 continue
-            self.logged[name] = value
+            name = column.metric if is_training else f"{column.metric}_{interval.stage}"
+            if column.is_constant:
+                # Each value takes time in a logger.
+                if value == self.logged.get(name):
+                    continue
+                self.logged[name] = value
             metrics[name] = float(value) if column.factor is None else value * column.factor
         return metrics
 
