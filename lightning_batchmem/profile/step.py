@@ -86,9 +86,16 @@ class Times:
 
     def add(self, other: Times) -> None:
         """Add the times of later steps."""
-        if other.steps:
-            for name in self.__slots__:
-                setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.samples += other.samples
+        self.seconds_of_samples += other.seconds_of_samples
+        self.items += other.items
+        self.seconds_of_items += other.seconds_of_items
+        self.wait += other.wait
+        self.seconds_of_wait += other.seconds_of_wait
+        self.busy += other.busy
+        self.seconds_of_busy += other.seconds_of_busy
 
     def add_step(self, step: Step) -> None:
         seconds = step.seconds
