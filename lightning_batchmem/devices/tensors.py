@@ -89,6 +89,10 @@ def samples_in(batch: object) -> int | None:
     Lightning's ``extract_batch_size`` guesses if they differ, and a caller cannot recognize the
     guess (2.6.6).
     """
+    return value_or_none("The number of samples in a batch", _samples, batch)
+
+
+def _samples(batch: object) -> int | None:
     # A flat batch of tensors is not walked through, since that is slow and this runs in every step.
     # A batch of a subclass may have a number of graphs.
     if type(batch) is list or type(batch) is tuple:
@@ -100,10 +104,6 @@ def samples_in(batch: object) -> int | None:
                 sizes.add(shape[0])
         else:
             return sizes.pop() if len(sizes) == 1 else None
-    return value_or_none("The number of samples in a batch", _samples, batch)
-
-
-def _samples(batch: object) -> int | None:
     for part in (batch, *items_of(batch)):
         # The batches of PyTorch Geometric have this attribute.
         if isinstance(graphs := getattr(part, "num_graphs", None), int):
