@@ -158,7 +158,7 @@ def train(name: str, way: str, seed: int, most_epochs: int) -> Row:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "steps": trainer.global_step,
         "metric": round(float(trainer.callback_metrics[project.metric]), 4),
-        "samples_per_second": round(clock.samples / clock.training_seconds, 1),
+        "samples_per_s": round(clock.samples / clock.training_seconds, 1),
         "search_seconds": round(clock.search_seconds, 3),
         "seconds": round(cpu_seconds() - start_seconds, 3),
         "search_steps": clock.search_steps,
@@ -270,11 +270,9 @@ def seeds_worse(own: Sequence[Row], other: Sequence[Row], *, is_loss: bool) -> i
 
 def speed_ratios(own: Sequence[Row], other: Sequence[Row]) -> list[float]:
     """Samples per second of the training, as a share of those of the own size, for each seed."""
-    own_speeds = {row["seed"]: row["samples_per_second"] for row in own}
+    own_speeds = {row["seed"]: row["samples_per_s"] for row in own}
     return [
-        row["samples_per_second"] / own_speeds[row["seed"]]
-        for row in other
-        if row["seed"] in own_speeds
+        row["samples_per_s"] / own_speeds[row["seed"]] for row in other if row["seed"] in own_speeds
     ]
 
 
@@ -285,8 +283,7 @@ def relative_speed(own: Sequence[Row], other: Sequence[Row]) -> float:
     """
     both = _seeds(own) & _seeds(other)
     fastest = [
-        max(row["samples_per_second"] for row in rows if row["seed"] in both)
-        for rows in (own, other)
+        max(row["samples_per_s"] for row in rows if row["seed"] in both) for rows in (own, other)
     ]
     return float(fastest[1] / fastest[0])
 

@@ -168,9 +168,9 @@ def main() -> None:
     assert plan is not None
 
     # Every batch here shows its size, so the profiler knows the number of samples.
-    assert before.speed.samples_per_second is not None
-    assert after.speed.samples_per_second is not None
-    faster = after.speed.samples_per_second / before.speed.samples_per_second
+    assert before.speed.samples_per_s is not None
+    assert after.speed.samples_per_s is not None
+    faster = after.speed.samples_per_s / before.speed.samples_per_s
     # Only a GPU has reserved bytes. On a CPU the peak is the resident set of the process.
     peak_bytes = after.memory.peak_reserved_bytes or after.memory.peak_bytes or 0
     print(
@@ -178,8 +178,8 @@ def main() -> None:
         f" {before.memory.batch_size} before."
     )
     print(
-        f"speed     {faster:.1f} times as fast: {after.speed.samples_per_second:,.0f} samples/s in"
-        f" {after.steps} training steps, instead of {before.speed.samples_per_second:,.0f} in"
+        f"speed     {faster:.1f} times as fast: {after.speed.samples_per_s:,.0f} samples/s in"
+        f" {after.steps} training steps, instead of {before.speed.samples_per_s:,.0f} in"
         f" {before.steps}"
     )
     print(f"memory    peak {peak_bytes / MIB:,.0f} MiB, limit {plan.limit_bytes / MIB:,.0f} MiB")

@@ -64,12 +64,12 @@ class Variant:
         return None if self.plan is None else self.plan.batch_size
 
     @property
-    def samples_per_second(self) -> float | None:
+    def samples_per_s(self) -> float | None:
         """Throughput in the rehearsal of the largest size; ``None`` when it was not measured."""
         trials = () if self.plan is None else self.plan.trials
         for trial in reversed(trials):
-            if trial.batch_size == self.batch_size and trial.samples_per_second:
-                return trial.samples_per_second
+            if trial.batch_size == self.batch_size and trial.samples_per_s:
+                return trial.samples_per_s
         return None
 
 
@@ -89,8 +89,8 @@ class Comparison:
 
         It is ``None`` when no variant was measured.
         """
-        measured = [variant for variant in self.variants if variant.samples_per_second is not None]
-        return max(measured, key=lambda variant: variant.samples_per_second or 0.0, default=None)
+        measured = [variant for variant in self.variants if variant.samples_per_s is not None]
+        return max(measured, key=lambda variant: variant.samples_per_s or 0.0, default=None)
 
     def __repr__(self) -> str:
         sizes = [f"{variant.name} {variant.batch_size or 'failed'}" for variant in self.variants]
@@ -121,7 +121,7 @@ class Comparison:
 def _numbers(variant: Variant) -> list[float | None]:
     line = variant.memory_line
     of_line = [None, None] if line is None else [line.intercept / MIB, line.slope / MIB]
-    return [*of_line, variant.batch_size, variant.samples_per_second]
+    return [*of_line, variant.batch_size, variant.samples_per_s]
 
 
 def _with_ratio(number: float | None, first: float | None, decimals: int) -> str:

@@ -121,7 +121,7 @@ def plot_search(plan: Plan) -> Figure | None:
     panels[0].minorticks_off()
     _draw_trials(panels[0], plan, completed)
     if speeds:
-        measured = {speed.batch_size: speed.samples_per_second for speed in speeds}
+        measured = {speed.batch_size: speed.samples_per_s for speed in speeds}
         connected = {**_POINTS, "linestyle": "solid"}
         panels[1].plot(*zip(*measured.items(), strict=True), color=_BLACK, **connected)
         panels[1].set_ylim(0, 1.25 * max(measured.values()))

@@ -198,7 +198,7 @@ def test_objective_throughput_ends_at_a_smaller_size(search, device, monkeypatch
     # 2,048 and 4,096 are the first two sizes in a row that gain less than 5 %.
     assert sizes == [*(2**power for power in range(1, 13)), 2048]
     assert [trial.kind for trial in plan.trials] == ["probe"] * 12 + ["rehearsal"]
-    assert plan.trials[-1].samples_per_second == pytest.approx(2048 / 0.2148)
+    assert plan.trials[-1].samples_per_s == pytest.approx(2048 / 0.2148)
 
 
 def test_the_whole_optimizer_step_is_timed_under_a_target(search, device, monkeypatch):
@@ -218,7 +218,7 @@ def test_the_whole_optimizer_step_is_timed_under_a_target(search, device, monkey
     options = {"objective": "throughput", "target_batch_size": 1024}
     plan = search(SlowUpdate(device, timed), options=options)
     # An optimizer step of 1,024 samples takes 0.1024 s and an update of 0.1 s at any size.
-    assert plan.trials[0].samples_per_second == pytest.approx(1024 / 0.2024, rel=0.01)
+    assert plan.trials[0].samples_per_s == pytest.approx(1024 / 0.2024, rel=0.01)
     assert (plan.batch_size, plan.accumulate_grad_batches) == (2, 512)
 
 

@@ -138,7 +138,7 @@ def test_throughput_counts_items(search, device, monkeypatch):
     plan = search(Timed(device), options=options(objective="throughput"))
     assert plan.limited_by == "throughput"
     assert 900 <= plan.batch_size <= 2048
-    speeds = {trial.batch_size: trial.samples_per_second for trial in plan.trials}
+    speeds = {trial.batch_size: trial.samples_per_s for trial in plan.trials}
     assert speeds[plan.batch_size] == pytest.approx(1e5, rel=0.06)
 
 
@@ -390,4 +390,4 @@ def test_a_search_on_the_host_reads_in_a_worker():
     finder = BatchFinder(**BUDGET, max_batch_size=1024, objective="memory")
     quiet_trainer(finder, max_steps=2).fit(Layers())
     assert (finder.plan.batch_size, finder.plan.verified) == (1024, True)
-    assert finder.plan.trials[-1].samples_per_second > 0
+    assert finder.plan.trials[-1].samples_per_s > 0

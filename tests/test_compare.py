@@ -24,7 +24,7 @@ from lightning_batchmem.plan.records import MIB, Chosen, TrialMemory
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 
-def plan_of(size, intercept_mib, slope_mib, samples_per_second):
+def plan_of(size, intercept_mib, slope_mib, samples_per_s):
     def peaks(batch_size):
         return {
             "forward": int((intercept_mib + slope_mib * batch_size) * MIB),
@@ -32,10 +32,8 @@ def plan_of(size, intercept_mib, slope_mib, samples_per_second):
         }
 
     trials = (
-        Trial(2, "ok", TrialMemory(peaks(2)), samples_per_second=9.0),
-        Trial(
-            size, "ok", TrialMemory(peaks(size)), "rehearsal", samples_per_second=samples_per_second
-        ),
+        Trial(2, "ok", TrialMemory(peaks(2)), samples_per_s=9.0),
+        Trial(size, "ok", TrialMemory(peaks(size)), "rehearsal", samples_per_s=samples_per_s),
     )
     return Plan(Chosen(size, "max_batch_size", ""), trials, 10**9)
 
@@ -63,7 +61,7 @@ def test_a_notebook_shows_the_table_and_a_list_the_sizes():
 
 def test_the_table():
     assert [variant.batch_size for variant in RESULT.variants] == [100, 250, None]
-    assert [variant.samples_per_second for variant in RESULT.variants] == [50.0, 100.0, None]
+    assert [variant.samples_per_s for variant in RESULT.variants] == [50.0, 100.0, None]
     assert RESULT.fastest is RESULT.variants[1]
     sentences = ["fastest under the limit: half", "a|b[b] failed: ValueError: no"]
     assert str(RESULT).splitlines() == [*TABLE, "", *(f"- {text}" for text in sentences)]

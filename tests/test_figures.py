@@ -13,8 +13,8 @@ from tests.helpers.plans import plan_with, trial_with
 from tests.plan.test_plan import PLAN as OTHER_PLAN
 
 TRIALS = (
-    Trial(2, "ok", TrialMemory({"forward": 104 * MIB}), samples_per_second=2 / 0.012),
-    Trial(32, "ok", TrialMemory({"forward": 164 * MIB}), samples_per_second=32 / 0.040),
+    Trial(2, "ok", TrialMemory({"forward": 104 * MIB}), samples_per_s=2 / 0.012),
+    Trial(32, "ok", TrialMemory({"forward": 164 * MIB}), samples_per_s=32 / 0.040),
     Trial(48, "out_of_memory", TrialMemory({"forward": 90 * MIB})),
 )
 PLAN = replace(OTHER_PLAN, trials=TRIALS, device="host")
@@ -136,6 +136,6 @@ def test_both_have_the_fastest_size_where_it_was_not_chosen():
 
 
 def test_without_times_there_is_memory_only():
-    trials = tuple(replace(trial, samples_per_second=None) for trial in TRIALS)
+    trials = tuple(replace(trial, samples_per_s=None) for trial in TRIALS)
     assert len(plot_search(replace(PLAN, trials=trials)).axes) == 1
     assert plot_search(replace(PLAN, trials=())) is None

@@ -804,7 +804,7 @@ def test_two_profilers_measure_the_same(tmp_path):
     assert first.flops.flops_per_sample == second.flops.flops_per_sample > 0
     for summary in (first, second):
         # Both know when a batch was requested.
-        assert summary.speed.data_wait_share is not None
+        assert summary.speed.data_wait_pct is not None
 
 
 def test_the_peaks_of_two_profilers(tmp_path, device_memory):

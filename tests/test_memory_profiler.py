@@ -107,9 +107,9 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
         assert bool(row["cpu_utilization_pct"]) == (step in (2, 5))
         samples = 2 * int(row["batch_size"])
         step_seconds = float(row["step_ms"]) / 1e3
-        samples_per_second = float(row["samples_per_s"])
-        assert samples_per_second == pytest.approx(samples / step_seconds, rel=0.01)
-        assert float(row["items_per_s"]) == pytest.approx(10 * samples_per_second, rel=1e-3)
+        samples_per_s = float(row["samples_per_s"])
+        assert samples_per_s == pytest.approx(samples / step_seconds, rel=0.01)
+        assert float(row["items_per_s"]) == pytest.approx(10 * samples_per_s, rel=1e-3)
         assert 0 < float(row["data_wait_pct"]) < 100
     logged = [(step, metrics["memory/peak_reserved_mib"]) for step, metrics in recorder.ours]
     assert logged == [(2, 46), (5, 52)]
@@ -117,8 +117,8 @@ def test_every_step_is_a_row_with_its_peak(tmp_path, device_memory, monkeypatch,
     assert (summary.steps, summary.memory.batch_size) == (6, 2)
     assert summary.speed.cores == usable_cores()
     # The first step is no part of the means.
-    samples_per_second = 2 * 18 / (5 * summary.speed.step_seconds)
-    assert summary.speed.samples_per_second == pytest.approx(samples_per_second)
+    samples_per_s = 2 * 18 / (5 * summary.speed.step_ms / 1e3)
+    assert summary.speed.samples_per_s == pytest.approx(samples_per_s)
     # The breakdown has gradients and the state of Adam, which exist from the second step on.
     weights = (4 + 1) * 4
     batch = 4 * 4 * 4 + 4 * 4
@@ -287,7 +287,7 @@ def test_the_wait_for_data_is_part_of_the_step_and_known_separately(tmp_path, de
     times = [(row["step_ms"], row["data_wait_pct"]) for row in csv_rows(tmp_path)]
     assert times == [("6000.000", "50.000")] * 4
     speed = profiler.summary.speed
-    assert (speed.step_seconds, speed.data_wait_share) == (6, 0.5)
+    assert (speed.step_ms, speed.data_wait_pct) == (6000, 50)
 
 
 class Compiled(Net):
@@ -318,12 +318,12 @@ def test_steps_that_compile_are_no_part_of_the_means(
         tmp_path, Compiled(clock, compiles), loader=data(samples=22), max_epochs=2
     )
     speed = profiler.summary.speed
-    assert (speed.step_seconds, profiler.summary.steps) == (3.0, 12)
+    assert (speed.step_ms, profiler.summary.steps) == (3000.0, 12)
     # Two of the 12 steps have another shape, and one of these compiles.
     samples = 9 * 4 + 2 if compiles else 9 * 4 + 2 * 2
     steps = 10 if compiles else 11
-    assert speed.samples_per_second == pytest.approx(samples / (3.0 * steps))
-    assert speed.first_step_seconds == (33.0 if compiles else 3.0)
+    assert speed.samples_per_s == pytest.approx(samples / (3.0 * steps))
+    assert speed.first_step_ms == (33000.0 if compiles else 3000.0)
     shown = "12 steps of 3,000.0 ms (the first: 33,000.0 ms)"
     printed = capsys.readouterr().out
     assert (shown in printed) == ("(the first:" in printed) == compiles
@@ -1219,7 +1219,7 @@ def test_the_utilization_of_a_validation_is_not_that_of_the_training(
     monkeypatch.setattr(device_reader, "time", SimpleNamespace(monotonic=lambda: now_seconds))
     options = {"val_check_interval": 2, "num_sanity_val_steps": 0}
     profiler, _ = profiled(tmp_path, Validated(work), val=data(), **options)
-    assert profiler.summary.speed.busy_percent == 0.0
+    assert profiler.summary.speed.cpu_utilization_pct == 0.0
 
 
 # --- files, several runs, errors, traces
@@ -1491,7 +1491,7 @@ def test_what_is_not_a_count_of_items_is_one_warning_and_a_missing_reading(
     (warning,) = [str(one.message) for one in recwarn if "items_fn" in str(one.message)]
     assert warning.startswith("items_fn must return a finite number that is not negative, got ")
     assert [bool(row["items_per_s"]) for row in csv_rows(tmp_path)] == [False, True, False]
-    assert math.isfinite(profiler.summary.speed.items_per_second)
+    assert math.isfinite(profiler.summary.speed.items_per_s)
 
 
 @pytest.mark.parametrize("snapshot", ["on_oom", 3])

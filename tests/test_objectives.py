@@ -409,10 +409,10 @@ def test_a_schedule_that_ends_too_early_is_a_warning(search, device):
 
 
 def speeds_of(monkeypatch, own, other, own_size):
-    def samples_per_second(runner, batch_size, accumulate_grad_batches, limits):
+    def samples_per_s(runner, batch_size, accumulate_grad_batches, limits):
         return own if batch_size == own_size else other
 
-    monkeypatch.setattr(TrialRunner, "samples_per_second", samples_per_second)
+    monkeypatch.setattr(TrialRunner, "samples_per_s", samples_per_s)
 
 
 @pytest.mark.usefixtures("compares_speeds")
@@ -458,7 +458,7 @@ def test_a_comparison_runs_five_steps_of_each_size_beside_each_other(search, dev
     module = Project(device, law, 16)
     plan, _ = fits(module, search)
     assert [speed.batch_size for speed in plan.speeds] == [16, 24]
-    assert all(speed.samples_per_second > 0 for speed in plan.speeds)
+    assert all(speed.samples_per_s > 0 for speed in plan.speeds)
     assert "(yours)" in plan.short_text()
 
 

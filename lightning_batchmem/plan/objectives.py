@@ -58,7 +58,7 @@ class Largest:
 
     def takes_project_size(self, own: Speed, other: Speed) -> bool:
         """Return whether the project's size is taken instead of the other one that was found."""
-        ratio = other.samples_per_second / own.samples_per_second
+        ratio = other.samples_per_s / own.samples_per_s
         return self.avoids_slower and ratio < 1 - SLOWER_SHARE
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
@@ -144,7 +144,7 @@ class Fastest:
 
     def takes_project_size(self, own: Speed, other: Speed) -> bool:
         """Return whether the other size, which was found, is not clearly faster."""
-        return other.samples_per_second / own.samples_per_second <= 1 + SLOWER_SHARE
+        return other.samples_per_s / own.samples_per_s <= 1 + SLOWER_SHARE
 
     def next_probe(self, known: TrialsSoFar) -> int | None:
         """Return the next size to time: twice the last one, until throughput no longer rises."""
@@ -202,8 +202,8 @@ def objective_of(options: SearchOptions) -> SearchObjective:
 
 def fastest(speeds: Sequence[Speed], policy: SearchPolicy) -> Speed | None:
     """The smallest size near the best throughput; ``None`` if nothing was timed."""
-    best = max((speed.samples_per_second for speed in speeds), default=0.0)
-    near_best = (s for s in speeds if s.samples_per_second >= policy.near_best_share * best)
+    best = max((speed.samples_per_s for speed in speeds), default=0.0)
+    near_best = (s for s in speeds if s.samples_per_s >= policy.near_best_share * best)
     return next(near_best, None)
 
 
@@ -213,9 +213,9 @@ def num_flat_sizes(speeds: Sequence[Speed], policy: SearchPolicy) -> int:
     flat_sizes = 0
     for speed in speeds:
         flat_sizes += 1
-        if policy.near_best_share * speed.samples_per_second >= best:
+        if policy.near_best_share * speed.samples_per_s >= best:
             flat_sizes = 0
-        best = max(best, speed.samples_per_second)
+        best = max(best, speed.samples_per_s)
     return flat_sizes
 
 

@@ -258,7 +258,7 @@ def slower_text(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) 
     if len(speeds) < 2:
         return ""
     own, other = speeds
-    ratio = other.samples_per_second / own.samples_per_second
+    ratio = other.samples_per_s / own.samples_per_s
     if batch_size != other.batch_size or ratio >= 1 - SLOWER_SHARE:
         return ""
     return (

@@ -222,7 +222,7 @@ class Trial:
             training.
         step_seconds: median time of a timed step (of a micro-batch under gradient accumulation)
             without the making of its batch; ``None`` when none was completed.
-        samples_per_second: throughput of this rank, from median steps; under gradient
+        samples_per_s: throughput of this rank, from median steps; under gradient
             accumulation the throughput of a whole optimizer step. ``None`` likewise.
         full_steps: full steps that ran at this size, warm-up included.
         growth: what equal steps of a rehearsal keep; ``None`` if nothing grows.
@@ -237,7 +237,7 @@ class Trial:
     memory: TrialMemory
     kind: TrialKind = "probe"
     step_seconds: float | None = None
-    samples_per_second: float | None = None
+    samples_per_s: float | None = None
     full_steps: int = 0
     growth: Growth | None = None
     notes: tuple[Note, ...] = ()
@@ -287,8 +287,8 @@ class Trial:
             step_seconds=max(
                 (t.step_seconds for t in trials if t.step_seconds is not None), default=None
             ),
-            samples_per_second=min(
-                (t.samples_per_second for t in trials if t.samples_per_second is not None),
+            samples_per_s=min(
+                (t.samples_per_s for t in trials if t.samples_per_s is not None),
                 default=None,
             ),
             full_steps=min(trial.full_steps for trial in trials),
@@ -313,7 +313,7 @@ class Speed:
     """The throughput that was measured at one size, in samples per second of one rank."""
 
     batch_size: int
-    samples_per_second: float
+    samples_per_s: float
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _known_sizes(plan: Plan) -> str:
     how_known = rehearsed if largest in verified else "predicted"
     if plan.chosen.state:
         how_known += f", {plan.chosen.state}"
-    speeds = {speed.batch_size: speed.samples_per_second for speed in measured_speeds(plan.trials)}
+    speeds = {speed.batch_size: speed.samples_per_s for speed in measured_speeds(plan.trials)}
     fastest = plan.fastest_batch_size
     text = f"fits {largest:,} ({how_known})"
     if fastest is None:
@@ -148,7 +148,7 @@ def _known_sizes(plan: Plan) -> str:
 def _speeds(plan: Plan) -> str:
     """The throughput at the size of the project and at the chosen size."""
     own, chosen = plan.speeds
-    own_speed, speed = (plan.ranks * one.samples_per_second for one in (own, chosen))
+    own_speed, speed = (plan.ranks * one.samples_per_s for one in (own, chosen))
     return (
         f"{own_speed:,.0f} {plan.unit.items}/s at {own.batch_size:,} (yours),"
         f" {speed:,.0f} at {chosen.batch_size:,}"
@@ -186,8 +186,8 @@ def _cells(plan: Plan, trial: Trial) -> tuple[str, ...]:
         milliseconds = trial.step_seconds * 1e3
         decimals = 1 if milliseconds < 1000 else 0
         times[0] = f"{milliseconds:,.{decimals}f}"
-    if trial.samples_per_second:
-        times[1] = f"{plan.ranks * trial.samples_per_second:,.0f}"
+    if trial.samples_per_s:
+        times[1] = f"{plan.ranks * trial.samples_per_s:,.0f}"
     # Another version has other kinds and outcomes.
     kind = _KINDS.get(trial.kind, trial.kind)
     outcome = _OUTCOMES.get(trial.outcome, trial.outcome)

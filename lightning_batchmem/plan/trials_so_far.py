@@ -17,9 +17,9 @@ def measured_speeds(trials: Iterable[Trial]) -> list[Speed]:
     """The best throughput of each size that fits, smallest size first."""
     best: dict[int, float] = {}
     for trial in trials:
-        if trial.outcome == "ok" and trial.samples_per_second is not None:
+        if trial.outcome == "ok" and trial.samples_per_s is not None:
             size = trial.batch_size
-            best[size] = max(trial.samples_per_second, best.get(size, 0.0))
+            best[size] = max(trial.samples_per_s, best.get(size, 0.0))
     return [Speed(size, best[size]) for size in sorted(best)]
 
 

@@ -149,24 +149,26 @@ class Alerts:
 
 def conclusion(speed: RunSpeed, memory: RunMemory, steps: int) -> str:
     """Return what limits a run, and what helps; empty where the numbers do not decide."""
-    if steps < _MIN_STEPS or steps * speed.step_seconds < _MIN_SECONDS:
+    if steps < _MIN_STEPS or steps * speed.step_ms < 1e3 * _MIN_SECONDS:
         return ""
-    is_busy = (speed.busy_percent or 0.0) >= _BUSY_PERCENT
-    wait_share = speed.data_wait_share or 0.0
+    busy_percent = speed.gpu_utilization_pct or speed.cpu_utilization_pct or 0.0
+    is_busy = busy_percent >= _BUSY_PERCENT
+    wait_percent = speed.data_wait_pct or 0.0
+    is_waiting = wait_percent > 100 * _MAX_WAIT_SHARE
     # The cores of a process may be busy with the making of its batches.
     is_host = speed.cores is not None
-    if wait_share > _MAX_WAIT_SHARE and (is_host or not is_busy):
+    if is_waiting and (is_host or not is_busy):
         return (
-            f"Limited by data: {wait_share:.0%} of the time passed before the batch"
+            f"Limited by data: {wait_percent:.0f}% of the time passed before the batch"
             " arrived. More loader workers (num_workers) or cheaper samples help."
         )
     if is_busy:
         # A device may work while the process waits for data, or for another process.
-        if wait_share > _MAX_WAIT_SHARE:
+        if is_waiting:
             return ""
         device = "CPU" if is_host else "GPU"
         return (
-            f"Limited by compute: the {device} was {speed.busy_percent:.0f}% busy."
+            f"Limited by compute: the {device} was {busy_percent:.0f}% busy."
             f" A lower precision, torch.compile or a faster {device} helps."
         )
     if not memory.limit_bytes:

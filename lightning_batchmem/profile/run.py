@@ -298,11 +298,14 @@ class Run:
         is_leak = "leak" in alerts
         breakdown = steady.breakdown
         highest = totals.highest
+        # Only an allocator reserves memory; without one a peak is the process's.
+        is_host = totals.peak_reserved_bytes is None
         memory = RunMemory(
-            totals.peak_bytes,
             peak_step=0 if highest is None else highest.number,
             batch_size=totals.batch_size if highest is None else highest.batch_size,
+            peak_allocated_bytes=None if is_host else totals.peak_bytes,
             peak_reserved_bytes=totals.peak_reserved_bytes,
+            peak_process_bytes=totals.peak_bytes if is_host else None,
             limit_bytes=self._reader.last.limit_bytes,
             breakdown=None if breakdown is None else breakdown.at_peak(is_leak=is_leak),
             rank_peaks_bytes=rank_peaks_bytes,
@@ -313,17 +316,20 @@ class Run:
         )
         times = totals.times
         joules = self._reader.joules()
+        cores = self._reader.cores
+        busy_percent = times.per_second("busy")
         speed = RunSpeed(
-            times.step_seconds,
+            1e3 * times.step_seconds,
             # All ranks have batches of one size.
             times.per_second("samples", trainer.world_size),
             times.per_second("items", trainer.world_size),
-            times.per_second("wait"),
-            times.per_second("busy"),
-            self._reader.cores,
-            totals.first_seconds,
-            joules,
-            totals.samples / joules if joules and totals.samples else None,
+            times.per_second("wait", 100),
+            gpu_utilization_pct=busy_percent if cores is None else None,
+            cpu_utilization_pct=None if cores is None else busy_percent,
+            cores=cores,
+            first_step_ms=1e3 * totals.first_seconds,
+            joules=joules,
+            samples_per_joule=totals.samples / joules if joules and totals.samples else None,
         )
         fits = ""
         # The size may not fit in a longer run, or without the steps that were skipped.

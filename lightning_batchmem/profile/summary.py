@@ -18,37 +18,45 @@ class RunMemory:
     """Memory of the steps of a run.
 
     Args:
-        peak_bytes: most bytes that tensors took in a step (CPU: the process); None if memory cannot
-            be measured.
-        peak_step: the step of this peak, as in ``memory_per_batch.csv``.
+        peak_step: the step of the highest peak, as in ``memory_per_batch.csv``.
         batch_size: samples of that step, on this rank; None if its batch does not show it.
-        peak_reserved_bytes: most bytes that the process took on a GPU; None on a CPU.
+        peak_allocated_bytes: most bytes that tensors took in a step on a GPU; None on a CPU, and
+            if memory cannot be measured.
+        peak_reserved_bytes: most bytes that the process took for tensors on a GPU; None likewise.
+        peak_process_bytes: most bytes that the process took in a step on a CPU; None on a GPU.
         limit_bytes: bytes that this process may take, at the last reading: the limit of the device,
             or of a BatchFinder's plan.
         breakdown: parts of the memory at the highest peak of the steady state, which begins with
             the first step after an optimizer step (in an evaluation: with the second step); None if
             the run ended before.
         rank_peaks_bytes: highest peak of each rank, in rank order; empty for one rank.
-        validation_peak_bytes: highest allocated bytes in a step of the validations of a training;
-            None without them.
+        validation_peak_bytes: highest peak of a step of the validations of a training; None
+            without them.
         graph_steps: steps that replayed CUDA graphs. The peak of their tensors is not known, so
-            ``peak_bytes`` has only the other steps.
+            ``peak_allocated_bytes`` has only the other steps.
         is_planned: whether the limit is that of a BatchFinder's plan.
         between_steps: the highest memory between two steps, as far as it was read there; None if it
             was not.
     """
 
-    peak_bytes: int | None
     peak_step: int
-    batch_size: int | None
-    peak_reserved_bytes: int | None
-    limit_bytes: int | None
+    batch_size: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_process_bytes: int | None = None
+    limit_bytes: int | None = None
     breakdown: MemoryBreakdown | None = None
     rank_peaks_bytes: tuple[int, ...] = ()
     validation_peak_bytes: int | None = None
     graph_steps: int = 0
     is_planned: bool = False
     between_steps: PeakBetweenSteps | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The highest peak of the tensors, or of the process where they are not counted."""
+        allocated_bytes = self.peak_allocated_bytes
+        return self.peak_process_bytes if allocated_bytes is None else allocated_bytes
 
     @property
     def between_bytes(self) -> int:
@@ -69,40 +77,43 @@ class RunMemory:
     @property
     def cached_bytes(self) -> int | None:
         """Bytes of the process beyond those of tensors on a GPU; None on a CPU."""
-        if self.peak_reserved_bytes is None or self.peak_bytes is None:
+        if self.peak_reserved_bytes is None or self.peak_allocated_bytes is None:
             return None
-        return max(0, self.peak_reserved_bytes - max(self.peak_bytes, self.between_bytes))
+        taken_bytes = max(self.peak_allocated_bytes, self.between_bytes)
+        return max(0, self.peak_reserved_bytes - taken_bytes)
 
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """Time and throughput of the steps of a run.
+    """Time and throughput of the steps of a run, with the names of ``memory_per_batch.csv``.
 
     Args:
-        step_seconds: mean time of a step. This and the other means are without the first step,
+        step_ms: mean time of a step. This and the other means are without the first step,
             those that compile, and those that a measurement slowed, unless there are no others.
-        samples_per_second: samples of all ranks per second of wall time; None if no batch shows its
+        samples_per_s: samples of all ranks per second of wall time; None if no batch shows its
             size.
-        items_per_second: items of all ranks per second, as ``items_fn`` counts them; None without
+        items_per_s: items of all ranks per second, as ``items_fn`` counts them; None without
             it.
-        data_wait_share: share of wall time before the batch arrived, 0 to 1; None if unknown.
-        busy_percent: mean utilization of the device in the steps, 0 to 100 (CPU: of the cores of
-            this process); None if it cannot be read.
-        cores: how many cores this process may use, for ``busy_percent`` of the CPU; None on a
-            GPU.
-        first_step_seconds: time of the first step; None if it is unknown.
+        data_wait_pct: per cent of wall time before the batch arrived; None if unknown.
+        gpu_utilization_pct: per cent of the steps in which any process used the GPU; None on a
+            CPU, and if it cannot be read.
+        cpu_utilization_pct: per cent of the cores of this process that it used in the steps; None
+            on a GPU.
+        cores: how many cores this process may use; None on a GPU.
+        first_step_ms: time of the first step; None if it is unknown.
         joules: energy of this rank's GPU from the begin to the end of the run, with evaluations,
             pauses and other processes on it; None where NVML does not count it.
         samples_per_joule: samples of this rank for each of these; None likewise.
     """
 
-    step_seconds: float
-    samples_per_second: float | None
-    items_per_second: float | None = None
-    data_wait_share: float | None = None
-    busy_percent: float | None = None
+    step_ms: float
+    samples_per_s: float | None
+    items_per_s: float | None = None
+    data_wait_pct: float | None = None
+    gpu_utilization_pct: float | None = None
+    cpu_utilization_pct: float | None = None
     cores: float | None = None
-    first_step_seconds: float | None = None
+    first_step_ms: float | None = None
     joules: float | None = None
     samples_per_joule: float | None = None
 

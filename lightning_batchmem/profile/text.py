@@ -154,15 +154,13 @@ def _caption(summary: Summary) -> Iterator[str]:
             f"{flops.tflops_per_device:,.4g} TFLOP/s per device{share},"
             f" {flops.flops_per_sample:,.0f} FLOP per sample"
         )
-    if speed.data_wait_share is not None:
-        yield f"{speed.data_wait_share:.1%} of the time waiting for data"
-    if speed.busy_percent is not None:
-        busy = f"{speed.busy_percent:.1f}% busy"
-        if speed.cores is None:
-            # The driver counts the time in which any process runs a kernel.
-            yield f"GPU: {busy}, of all processes on it"
-        else:
-            yield f"Cores of this process ({speed.cores:g}): {busy}"
+    if speed.data_wait_pct is not None:
+        yield f"{speed.data_wait_pct:.1f}% of the time waiting for data"
+    if speed.gpu_utilization_pct is not None:
+        # The driver counts the time in which any process runs a kernel.
+        yield f"GPU: {speed.gpu_utilization_pct:.1f}% busy, of all processes on it"
+    if speed.cpu_utilization_pct is not None:
+        yield f"Cores of this process ({speed.cores:g}): {speed.cpu_utilization_pct:.1f}% busy"
     if speed.joules is not None:
         text = f"Energy of the GPU in this run: {speed.joules / 1e3:,.4g} kJ"
         if speed.samples_per_joule is not None:
@@ -209,12 +207,12 @@ def _breakdown_notes(summary: Summary) -> Iterator[str]:
 
 
 def _speed(steps: int, speed: RunSpeed) -> str:
-    text = f"{counted(steps, 'step')} of {1e3 * speed.step_seconds:,.1f} ms"
-    first_seconds = speed.first_step_seconds or 0.0
-    if first_seconds > _LONG_FIRST * speed.step_seconds:
-        text += f" (the first: {1e3 * first_seconds:,.1f} ms)"
-    if speed.samples_per_second is not None:
-        text += f", {speed.samples_per_second:,.1f} samples/s"
-    if speed.items_per_second is not None:
-        text += f", {speed.items_per_second:,.1f} items/s"
+    text = f"{counted(steps, 'step')} of {speed.step_ms:,.1f} ms"
+    first_ms = speed.first_step_ms or 0.0
+    if first_ms > _LONG_FIRST * speed.step_ms:
+        text += f" (the first: {first_ms:,.1f} ms)"
+    if speed.samples_per_s is not None:
+        text += f", {speed.samples_per_s:,.1f} samples/s"
+    if speed.items_per_s is not None:
+        text += f", {speed.items_per_s:,.1f} items/s"
     return text

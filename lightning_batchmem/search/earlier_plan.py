@@ -180,7 +180,7 @@ def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tupl
     )
     earlier = [
         # Times of another process cannot be compared with times of this one.
-        replace(t, step_seconds=None, samples_per_second=None)
+        replace(t, step_seconds=None, samples_per_s=None)
         for t in plan.trials
         if (t.batch_size, t.kind) != (size, "rehearsal") and not plan.simulated
     ]

@@ -55,7 +55,7 @@ class ProjectSize:
             return chosen
         own = Speed(project_size, self._samples_per_second(project_size))
         other = Speed(size, self._samples_per_second(size))
-        if not (own.samples_per_second and other.samples_per_second):
+        if not (own.samples_per_s and other.samples_per_s):
             return chosen
         chosen = replace(chosen, speeds=(own, other))
         if not objective_of(limits.options).takes_project_size(own, other):
@@ -63,7 +63,7 @@ class ProjectSize:
         trial = run(NextSize(project_size, "rehearsal"))
         if trial.outcome != "ok":
             return chosen
-        is_slower = other.samples_per_second < (1 - SLOWER_SHARE) * own.samples_per_second
+        is_slower = other.samples_per_s < (1 - SLOWER_SHARE) * own.samples_per_s
         how = "ran slower" if is_slower else "did not run clearly faster"
         why = f"it is the size of the project, and {limits.unit.size(size)} {how}."
         return replace(chosen, batch_size=project_size, limited_by="throughput", why=why)
@@ -81,5 +81,5 @@ class ProjectSize:
     def _samples_per_second(self, batch_size: int) -> float:
         """The throughput of the slowest rank at a size; 0 where it was not measured."""
         accumulate = accumulated_batches(batch_size, self.limits)
-        own_speed = self.runner.samples_per_second(batch_size, accumulate, self.limits)
+        own_speed = self.runner.samples_per_s(batch_size, accumulate, self.limits)
         return min(self.ranks.exchange(own_speed or 0.0))

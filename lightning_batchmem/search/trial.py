@@ -122,7 +122,7 @@ class TrialRunner:
             outcome = _outcome(trial, limits, meter.readings, is_limit_enforced=is_limit_enforced)
         return replace(trial, outcome=outcome, failed_phase=failed_phase, error=error_text)
 
-    def samples_per_second(
+    def samples_per_s(
         self, batch_size: int, accumulate_grad_batches: int, limits: SearchLimits
     ) -> float | None:
         """The throughput of this rank in a few steps of a size that fits.
@@ -248,9 +248,9 @@ class TrialRunner:
         accumulate = accumulated_batches(batch_size, limits)
         seconds = call_seconds(readings)
         step_seconds = seconds.of_optimizer_step(accumulate)
-        samples_per_second = None
+        samples_per_s = None
         if step_seconds:
-            samples_per_second = accumulate * self._program.primary.items(batch_size) / step_seconds
+            samples_per_s = accumulate * self._program.primary.items(batch_size) / step_seconds
         peaks = phase_peak_bytes(readings)
         held_bytes = held_peak_bytes(readings)
         live_bytes = max(peaks.values(), default=0)
@@ -289,7 +289,7 @@ class TrialRunner:
             outcome="ok",
             kind=kind,
             step_seconds=statistics.median(seconds.all) if seconds.all else None,
-            samples_per_second=samples_per_second,
+            samples_per_s=samples_per_s,
             full_steps=num_full_steps(readings),
             growth=meter.growth,
             notes=tuple(Note("search", text) for text in texts),

@@ -176,7 +176,7 @@ def _notes_about_cudnn(model: torch.nn.Module, *, is_simulated: bool) -> list[st
 
 def simulated_plan(plan: Plan, gpu: str, notes: list[str]) -> Plan:
     """The plan of a search on a simulated GPU: it is not verified, and has no times."""
-    trials = [replace(trial, step_seconds=None, samples_per_second=None) for trial in plan.trials]
+    trials = [replace(trial, step_seconds=None, samples_per_s=None) for trial in plan.trials]
     return replace(
         plan,
         chosen=replace(plan.chosen, is_verified=False, fastest_batch_size=None),

@@ -19,7 +19,7 @@ def training(name="finetuning", way="own", seed=0, metric=0.9, **others):
         "accumulate_grad_batches": 1,
         "steps": 252,
         "metric": metric,
-        "samples_per_second": 100.0,
+        "samples_per_s": 100.0,
         "search_seconds": 0.0,
         "seconds": 2.0,
         "search_steps": 0,
@@ -63,10 +63,10 @@ def test_a_spread_of_zero_divides_nothing():
 
 
 def test_the_fastest_trainings_of_the_same_seeds_are_compared():
-    own = [training(seed=seed, samples_per_second=speed) for seed, speed in enumerate((80, 100))]
+    own = [training(seed=seed, samples_per_s=speed) for seed, speed in enumerate((80, 100))]
     # No training with this seed had a finder.
-    own.append(training(seed=2, samples_per_second=500))
-    other = [training(seed=seed, samples_per_second=speed) for seed, speed in enumerate((88, 50))]
+    own.append(training(seed=2, samples_per_s=500))
+    other = [training(seed=seed, samples_per_s=speed) for seed, speed in enumerate((88, 50))]
     assert no_harm.relative_speed(own, other) == 0.88
     assert no_harm.speed_ratios(own, other) == [1.1, 0.5]
 
@@ -92,7 +92,7 @@ def test_the_first_note_is_a_warning_if_there_is_one():
 
 def test_harm_that_the_plan_announces_is_told_from_other_harm(own, tmp_path):
     memory = training(way="memory", metric=0.685, steps=40)
-    auto = training(way="auto", metric=0.85, steps=168, warnings=[], samples_per_second=80.0)
+    auto = training(way="auto", metric=0.85, steps=168, warnings=[], samples_per_s=80.0)
     recipe = training(way="recipe", metric=OWN_METRICS[0])
     trainings = trainings_of(tmp_path, *own, memory, auto, recipe)
     of_auto, of_recipe, of_memory = no_harm.summary(trainings, ["finetuning"])

@@ -56,5 +56,5 @@ def train_twice(train, finder, profiler, **arguments):
         dict(module.state_dict()), dict(expected.state_dict()), rtol=0, atol=0, equal_nan=True
     )
     assert summary.steps == len(losses)
-    assert summary.speed.samples_per_second > 0
+    assert summary.speed.samples_per_s > 0
     return plan, summary

@@ -35,8 +35,8 @@ def test_the_quickstart_ends_with_five_lines_that_hold(tmp_path):
         r" instead of ([\d,]+) in 20",
         speed,
     ).groups()
-    assert after == f"{summary.speed.samples_per_second:,.0f}"
-    ratio = summary.speed.samples_per_second / float(before.replace(",", ""))
+    assert after == f"{summary.speed.samples_per_s:,.0f}"
+    ratio = summary.speed.samples_per_s / float(before.replace(",", ""))
     assert float(faster) == pytest.approx(ratio, rel=0.05)
     # A build of torch for CUDA takes more, so that the limit has a thousands separator there.
     numbers = re.fullmatch(r"memory    peak ([\d,]+) MiB, limit ([\d,]+) MiB", memory).groups()

@@ -41,7 +41,7 @@ class Twice:
                 trial = isolated(runner, *arguments, **keywords)
                 # The clock of the stub is that of a shared machine.
                 times = {"step_seconds": None}
-                record = asdict(replace(trial, samples_per_second=None, **times))
+                record = asdict(replace(trial, samples_per_s=None, **times))
                 after = counts()
                 record |= {name: after[name] - before[name] for name in COUNTERS}
                 records.append(record)

@@ -98,7 +98,7 @@ def device(
                 phases, held_peak_bytes=held_bytes, needed_bytes=held_bytes, fixed_bytes=fixed_bytes
             ),
             step.kind,
-            samples_per_second=speed,
+            samples_per_s=speed,
         )
 
     return run

@@ -17,10 +17,10 @@ def speeds(**by_size):
 
 def test_the_better_of_two_measurements_of_a_size_counts():
     trials = [
-        Trial(8, "ok", TrialMemory(), samples_per_second=80.0),
-        Trial(2, "ok", TrialMemory(), samples_per_second=30.0),
-        Trial(8, "ok", TrialMemory(), "rehearsal", samples_per_second=90.0),
-        Trial(32, "over_limit", TrialMemory(), samples_per_second=900.0),
+        Trial(8, "ok", TrialMemory(), samples_per_s=80.0),
+        Trial(2, "ok", TrialMemory(), samples_per_s=30.0),
+        Trial(8, "ok", TrialMemory(), "rehearsal", samples_per_s=90.0),
+        Trial(32, "over_limit", TrialMemory(), samples_per_s=900.0),
         Trial(64, "ok", TrialMemory()),
     ]
     assert measured_speeds(trials) == [Speed(2, 30.0), Speed(8, 90.0)]

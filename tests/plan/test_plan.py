@@ -39,7 +39,7 @@ def any_of(kind, **strategies):
     return st.builds(kind, **{**by_type, **strategies})
 
 
-TIMES = dict.fromkeys(("step_seconds", "samples_per_second"), st.none() | FINITE)
+TIMES = dict.fromkeys(("step_seconds", "samples_per_s"), st.none() | FINITE)
 PEAKS = st.dictionaries(st.sampled_from(PHASES), st.integers(0, 2**50))
 TRIALS = any_of(
     Trial,
@@ -56,9 +56,7 @@ RECIPES = any_of(
     learning_rate=st.none() | FINITE,
     trainer_settings=st.dictionaries(TEXT, WHOLE),
 )
-SPEEDS = st.lists(any_of(Speed, samples_per_second=st.floats(1, 1e9)), min_size=2, max_size=2).map(
-    tuple
-)
+SPEEDS = st.lists(any_of(Speed, samples_per_s=st.floats(1, 1e9)), min_size=2, max_size=2).map(tuple)
 NO_NOTES = {"notes": st.just(())}
 PLANS = any_of(
     Plan,
@@ -82,7 +80,7 @@ PLAN = Plan(
             "ok",
             TrialMemory({"forward": 104 * MIB}),
             step_seconds=0.012,
-            samples_per_second=2 / 0.012,
+            samples_per_s=2 / 0.012,
         ),
         Trial(8, "ok", TrialMemory({"forward": 116 * MIB})),
         Trial(
@@ -97,7 +95,7 @@ PLAN = Plan(
             TrialMemory({"forward": 164 * MIB}, held_peak_bytes=180 * MIB),
             "rehearsal",
             step_seconds=0.04,
-            samples_per_second=32 / 0.04,
+            samples_per_s=32 / 0.04,
         ),
     ),
     limit_bytes=200 * MIB,
@@ -210,7 +208,7 @@ def test_no_text_of_a_plan_controls_a_terminal(read):
 
 def test_a_plan_without_some_readings_is_shown():
     """Another program may have written it."""
-    slow = replace(PLAN.trials[0], batch_size=64, samples_per_second=0.0)
+    slow = replace(PLAN.trials[0], batch_size=64, samples_per_s=0.0)
     plan = plan_with(
         PLAN,
         learning_rate=0.1,
@@ -312,7 +310,7 @@ def test_no_line_of_a_plan_is_longer_than_80_columns():
         TrialMemory({"backward": 140_000 * MIB}, held_peak_bytes=144_384 * MIB),
         "rehearsal",
         step_seconds=12.3456,
-        samples_per_second=70_000.0,
+        samples_per_s=70_000.0,
     )
     plan = plan_with(
         PLAN,

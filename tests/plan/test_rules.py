@@ -654,9 +654,7 @@ def test_a_search_ends_whatever_happens(data, speed_at):
         if outcome != "out_of_memory":
             phases = {"forward": data.draw(peak_bytes)}
         speed = speed_at(step.batch_size) if outcome == "ok" else None
-        return Trial(
-            step.batch_size, outcome, TrialMemory(phases), step.kind, samples_per_second=speed
-        )
+        return Trial(step.batch_size, outcome, TrialMemory(phases), step.kind, samples_per_s=speed)
 
     drive(run, bounds)
 

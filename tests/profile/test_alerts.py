@@ -258,12 +258,14 @@ def test_a_validation_in_a_training_is_checked_for_its_peak():
     [(1, 100.0, False), (19, 1.0, False), (999, 0.01, False), (1000, 0.01, True), (20, 0.5, True)],
 )
 @pytest.mark.parametrize(
-    ("wait_share", "busy_percent", "peak_bytes"), [(0.9, 5.0, 0), (0.1, 95.0, 0), (0.1, 5.0, 99)]
+    ("wait_pct", "busy_pct", "peak_bytes"), [(90.0, 5.0, 0), (10.0, 95.0, 0), (10.0, 5.0, 99)]
 )
 def test_few_steps_or_seconds_decide_nothing(
-    steps, seconds, is_enough, wait_share, busy_percent, peak_bytes
+    steps, seconds, is_enough, wait_pct, busy_pct, peak_bytes
 ):
     # The same minimum as that of the alert: 20 steps, and 10 s.
-    speed = RunSpeed(seconds, None, data_wait_share=wait_share, busy_percent=busy_percent, cores=1)
-    memory = RunMemory(peak_bytes, 0, None, None, 100)
+    speed = RunSpeed(
+        1e3 * seconds, None, data_wait_pct=wait_pct, cpu_utilization_pct=busy_pct, cores=1
+    )
+    memory = RunMemory(0, peak_process_bytes=peak_bytes, limit_bytes=100)
     assert bool(conclusion(speed, memory, steps)) is is_enough

@@ -98,7 +98,7 @@ def test_the_rate_is_logged_and_the_training_is_the_same(tmp_path, capsys):
         assert metrics["speed/tflops_per_device"] == pytest.approx(tflops)
         assert metrics["speed/mfu_pct"] == pytest.approx(100 * tflops)
     assert not any("speed/tflops_per_device" in metrics for _, metrics in others.ours)
-    tflops = FLOPS_PER_SAMPLE * profiler.summary.speed.samples_per_second / 1e12
+    tflops = FLOPS_PER_SAMPLE * profiler.summary.speed.samples_per_s / 1e12
     assert profiler.summary.flops.tflops_per_device == pytest.approx(tflops)
     assert profiler.summary.flops.mfu_pct == pytest.approx(100 * tflops)
     assert f"{FLOPS_PER_SAMPLE:,} FLOP per sample" in capsys.readouterr().out

@@ -16,14 +16,13 @@ SUMMARY = Summary(
     stage="train",
     steps=1200,
     memory=RunMemory(
-        peak_bytes=2000 * MIB,
+        peak_process_bytes=2000 * MIB,
         peak_step=37,
         batch_size=64,
-        peak_reserved_bytes=None,
         limit_bytes=8192 * MIB,
         breakdown=MemoryBreakdown(100 * MIB, 100 * MIB, 200 * MIB, 50 * MIB, 1500 * MIB, 50 * MIB),
     ),
-    speed=RunSpeed(step_seconds=0.0125, samples_per_second=1234.5, data_wait_share=0.25),
+    speed=RunSpeed(step_ms=12.5, samples_per_s=1234.5, data_wait_pct=25.0),
 )
 
 
@@ -38,24 +37,26 @@ def with_speed(summary, **values):
 CUDA = replace(
     with_memory(
         SUMMARY,
+        peak_allocated_bytes=2000 * MIB,
         peak_reserved_bytes=2100 * MIB,
+        peak_process_bytes=None,
         breakdown=replace(SUMMARY.memory.breakdown, outside_bytes=512 * MIB),
     ),
     device="cuda",
 )
 NO_MEMORY = replace(
-    with_memory(SUMMARY, peak_bytes=None, limit_bytes=None, breakdown=None), device="mps"
+    with_memory(SUMMARY, peak_process_bytes=None, limit_bytes=None, breakdown=None), device="mps"
 )
 UNKNOWN = with_speed(
     with_memory(SUMMARY, breakdown=None, batch_size=None),
-    samples_per_second=None,
-    data_wait_share=None,
+    samples_per_s=None,
+    data_wait_pct=None,
 )
 VALIDATION = replace(SUMMARY, stage="validate")
 MORE = replace(
     with_speed(
         with_memory(SUMMARY, validation_peak_bytes=2500 * MIB, rank_peaks_bytes=(MIB, 2 * MIB)),
-        items_per_second=99.5,
+        items_per_s=99.5,
     ),
     alerts=("Something rises.",),
     modules=PeakByModule((ModuleMemory("layer", "Linear", MIB),), 2 * MIB, 4),
@@ -123,16 +124,16 @@ def test_every_part_with_its_share():
         ),
         (CUDA, [], ["Energy"]),
         (
-            with_speed(SUMMARY, first_step_seconds=0.0251),
+            with_speed(SUMMARY, first_step_ms=25.1),
             ["1,200 steps of 12.5 ms (the first: 25.1 ms), 1,234.5 samples/s"],
             [],
         ),
         (
-            with_speed(SUMMARY, first_step_seconds=4.5),
+            with_speed(SUMMARY, first_step_ms=4500.0),
             ["12.5 ms (the first: 4,500.0 ms), 1,234.5"],
             [],
         ),
-        (with_speed(SUMMARY, first_step_seconds=0.0249), ["of 12.5 ms,"], ["the first:"]),
+        (with_speed(SUMMARY, first_step_ms=24.9), ["of 12.5 ms,"], ["the first:"]),
         # A hook may use more than any step.
         (
             with_memory(CUDA, between_steps=PeakBetweenSteps(2050 * MIB, 31)),
@@ -188,7 +189,7 @@ def test_every_part_with_its_share():
         ),
         (NO_MEMORY, ["1,200 steps of 12.5 ms"], ["MiB"]),
         (
-            with_memory(SUMMARY, peak_bytes=2001 * MIB),
+            with_memory(SUMMARY, peak_process_bytes=2001 * MIB),
             ["came before the steady steps"],
             [],
         ),
@@ -235,11 +236,13 @@ def test_what_limits_the_run_is_the_first_line():
     assert lines(full)[0].startswith("Limited by memory: 95% of the limit.")
     full_cuda = with_memory(CUDA, limit_bytes=2100 * MIB)
     assert lines(full_cuda)[0].startswith("Limited by memory: 100%")
-    busy = lines(with_speed(full, busy_percent=96.0, cores=2))
+    busy = lines(with_speed(full, cpu_utilization_pct=96.0, cores=2))
     assert busy[0].startswith("Limited by compute: the CPU was 96% busy.")
     assert "Cores of this process (2): 96.0% busy" in busy
     assert "of all processes" not in "".join(busy)
-    assert "GPU: 20.0% busy, of all processes on it" in lines(with_speed(CUDA, busy_percent=20.0))
+    assert "GPU: 20.0% busy, of all processes on it" in lines(
+        with_speed(CUDA, gpu_utilization_pct=20.0)
+    )
     # The search may have found that larger batches are slower.
     assert "larger batches" not in full.conclusion
     assert lines(SUMMARY)[0].startswith("Memory of a training step")
@@ -248,32 +251,32 @@ def test_what_limits_the_run_is_the_first_line():
 @pytest.mark.parametrize(
     ("wait", "held", "busy", "start"),
     [
-        (0.64, 990, 89.0, "Limited by data: 64% of the time passed before the batch arrived."),
-        (0.5, 990, None, "Limited by memory: 99% of the limit."),
-        (0.5, 990, 95.0, "Limited by compute: the GPU was 95% busy."),
+        (64.0, 990, 89.0, "Limited by data: 64% of the time passed before the batch arrived."),
+        (50.0, 990, None, "Limited by memory: 99% of the limit."),
+        (50.0, 990, 95.0, "Limited by compute: the GPU was 95% busy."),
         # A busy device may work while the process waits, or for another process.
-        (0.9, 990, 95.0, ""),
-        (0.1, 970, 60.0, "Limited by memory: 97% of the limit."),
+        (90.0, 990, 95.0, ""),
+        (10.0, 970, 60.0, "Limited by memory: 97% of the limit."),
         (None, 900, None, "Limited by memory: 90% of the limit."),
         # These numbers do not decide.
-        (0.3, 890, 80.0, ""),
+        (30.0, 890, 80.0, ""),
         (None, None, None, ""),
     ],
 )
 def test_the_largest_limit_is_named(wait, held, busy, start):
-    summary = with_memory(SUMMARY, peak_bytes=held, limit_bytes=1000)
-    summary = with_speed(summary, data_wait_share=wait, busy_percent=busy)
+    summary = with_memory(SUMMARY, peak_process_bytes=held, limit_bytes=1000)
+    summary = with_speed(summary, data_wait_pct=wait, gpu_utilization_pct=busy)
     assert summary.conclusion.startswith(start)
     assert bool(summary.conclusion) == bool(start)
 
 
 def test_cores_that_make_batches_are_not_what_limits_a_run():
-    making = with_speed(SUMMARY, data_wait_share=0.98, busy_percent=95.0, cores=2)
+    making = with_speed(SUMMARY, data_wait_pct=98.0, cpu_utilization_pct=95.0, cores=2)
     assert making.conclusion.startswith("Limited by data: 98%")
 
 
 def test_memory_that_a_plan_fills_is_no_fault():
-    planned = with_memory(SUMMARY, peak_bytes=91, limit_bytes=100, is_planned=True)
+    planned = with_memory(SUMMARY, peak_process_bytes=91, limit_bytes=100, is_planned=True)
     assert planned.conclusion == "Memory is used as planned: 91% of the limit."
 
 

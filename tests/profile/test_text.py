@@ -70,7 +70,7 @@ def test_everything_else_is_the_peak_without_the_largest_rows():
     ]
 
 
-MEMORY = RunMemory(300 * MIB, 3, 4, None, None)
+MEMORY = RunMemory(3, 4, peak_allocated_bytes=300 * MIB)
 PLAN = Plan(Chosen(4096, "memory", ""), (), 1024 * MIB)
 
 
@@ -78,7 +78,7 @@ PLAN = Plan(Chosen(4096, "memory", ""), (), 1024 * MIB)
     ("plan", "memory", "start"),
     [
         (PLAN, MEMORY, "batch size 4,096 fits in 0.3 GiB (a GPU, torch "),
-        (PLAN, replace(MEMORY, peak_bytes=None), ""),
+        (PLAN, replace(MEMORY, peak_allocated_bytes=None), ""),
         # The most that was held counts, whenever and on whichever rank.
         (PLAN, replace(MEMORY, peak_reserved_bytes=512 * MIB), "batch size 4,096 fits in 0.5 GiB"),
         (

@@ -56,7 +56,7 @@ def test_a_plan_is_not_verified_and_has_no_times(finders):
     plan = Plan.from_json(json.dumps(result["plan"]))
     assert (plan.verified, plan.simulated, plan.device) == (False, True, "simulated RTX-4090")
     assert plan.fastest_batch_size is None
-    times = ("step_seconds", "samples_per_second")
+    times = ("step_seconds", "samples_per_s")
     assert {getattr(trial, name) for trial in plan.trials for name in times} == {None}
     assert search_notes(plan)[0] == "A shape (2 is assumed) depends on values."
     assert result["assumptions"] == [search_notes(plan)[0]]
