@@ -257,7 +257,8 @@ def test_samples_that_are_never_known_are_one_warning(
     assert len([one for one in recwarn if "cannot count" in str(one.message)]) == (not any(sizes))
     assert [row["batch_size"] for row in csv_rows(tmp_path)] == sizes
     logged = ["speed/samples_per_s" in metrics for _, metrics in recorder.ours]
-    assert logged == [bool(size) for size in sizes]
+    # The first step has no speed of its own.
+    assert logged == [False, *(bool(size) for size in sizes[1:])]
     assert profiler.summary.memory.batch_size == (2 if sizes[0] else None)
 
 
@@ -327,8 +328,23 @@ def test_steps_that_compile_are_no_part_of_the_means(
     shown = "12 steps of 3,000.0 ms (the first: 33,000.0 ms)"
     printed = capsys.readouterr().out
     assert (shown in printed) == ("(the first:" in printed) == compiles
-    logged = [metrics["speed/step_ms"] for _, metrics in recorder.ours]
-    assert logged == [33000.0 if step in (0, 5) and compiles else 3000.0 for step in range(12)]
+    # What the first step takes, and one that compiles, is not logged as a speed.
+    logged = [metrics.get("speed/step_ms") for _, metrics in recorder.ours]
+    slow = (0, 5) if compiles else (0,)
+    assert logged == [None if step in slow else 3000.0 for step in range(12)]
+
+
+def test_a_single_step_has_no_speed(tmp_path, device_memory, capsys):
+    profiler, recorder = profiled(tmp_path, Net(), max_steps=1)
+    speed = profiler.summary.speed
+    assert (speed.samples_per_second, speed.data_wait_share, speed.busy_percent) == (None,) * 3
+    shown = f"1 step of {1e3 * speed.first_step_seconds:,.1f} ms"
+    assert f"{shown}\n" in capsys.readouterr().out
+    assert repr(profiler.summary).endswith(f"{shown}>")
+    assert profiler.summary.conclusion == ""
+    (logged,) = recorder.ours
+    assert {"memory/used_pct", "speed/batch_size"} <= logged[1].keys()
+    assert not {"speed/samples_per_s", "speed/step_ms", "speed/data_wait_pct"} & logged[1].keys()
 
 
 class Gathering(Validated):
@@ -392,9 +408,11 @@ def test_what_is_between_steps_and_the_breakdown_are_left_out(
     }
     checkpoints = [SlowCheckpoint(tmp_path / "checkpoints")] if saves else []
     _, recorder = profiled(tmp_path, Validated(work), slow, *checkpoints, **options)
-    assert [metrics["speed/step_ms"] for _, metrics in recorder.ours] == [3000] * 12
+    # The first step has no speed of its own.
+    logged = [metrics for _, metrics in recorder.ours[1:]]
+    assert [metrics["speed/step_ms"] for metrics in logged] == [3000] * 11
     # The wait for a batch begins after an evaluation or a checkpoint.
-    assert [metrics["speed/data_wait_pct"] for _, metrics in recorder.ours] == [0] * 12
+    assert [metrics["speed/data_wait_pct"] for metrics in logged] == [0] * 11
 
 
 # --- evaluation
@@ -867,7 +885,7 @@ def test_without_a_peak_counter_memory_is_left_out(tmp_path, capsys):
         assert not [name for name, value in row.items() if name.endswith("_mib") and value]
         assert row["step_ms"]
     names = {name for name in METRICS if not name.startswith("memory/")}
-    assert set(recorder.ours[0][1]) == names
+    assert {name for _, metrics in recorder.ours for name in metrics} == names
     summary = profiler.summary
     memory = summary.memory
     assert (memory.peak_bytes, memory.limit_bytes, memory.batch_size) == (None, None, 4)

@@ -31,7 +31,7 @@ class Record(NamedTuple):
     # A Step or Totals, which have the same names.
     steps: Any
     reading: DeviceReading
-    step_seconds: float
+    step_seconds: float | None
     samples_per_second: float | None
     items_per_second: float | None
     wait_share: float | None
@@ -300,9 +300,10 @@ class LoggerMetrics:
     def metrics(self, interval: Interval, reading: DeviceReading) -> dict[str, float]:
         """Return the metrics of the steps, without the unknown ones.
 
+        The first step and other slow ones have no speed, if no steady one is among the steps.
         Those of an evaluation have its stage at the end, as in ``speed/step_ms_validate``.
         """
-        times = interval.totals.times
+        times = interval.totals.steady
         is_training = interval.stage == "train"
         self.limit_bytes = reading.limit_bytes or self.limit_bytes
         flops = _NO_FLOPS
@@ -316,7 +317,7 @@ class LoggerMetrics:
         record = Record(
             interval.totals,
             reading,
-            times.step_seconds,
+            times.step_seconds if times.steps else None,
             times.per_second("samples", self.world_size),
             times.per_second("items", self.world_size),
             times.per_second("wait"),

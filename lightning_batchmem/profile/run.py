@@ -314,12 +314,12 @@ class Run:
             is_planned=self._plan is not None,
             between_steps=self.peaks.between,
         )
-        times = totals.times
+        times = totals.steady
         joules = self._reader.joules()
         cores = self._reader.cores
         busy_percent = times.per_second("busy")
         speed = RunSpeed(
-            1e3 * times.step_seconds,
+            1e3 * totals.times.step_seconds,
             # All ranks have batches of one size.
             times.per_second("samples", trainer.world_size),
             times.per_second("items", trainer.world_size),

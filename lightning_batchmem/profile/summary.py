@@ -88,8 +88,9 @@ class RunSpeed:
     """Time and throughput of the steps of a run, with the names of ``memory_per_batch.csv``.
 
     Args:
-        step_ms: mean time of a step. This and the other means are without the first step,
-            those that compile, and those that a measurement slowed, unless there are no others.
+        step_ms: mean time of a step. This and the other means are without the first step, those
+            that compile, and those that a measurement slowed. If there are no others, this is the
+            mean of all, and the other means are None.
         samples_per_s: samples of all ranks per second of wall time; None if no batch shows its
             size.
         items_per_s: items of all ranks per second, as ``items_fn`` counts them; None without

@@ -184,7 +184,7 @@ class Recorder(DummyLogger):
     def log_metrics(self, metrics, step=None):
         if "loss" in metrics:
             self.lightnings.append(step)
-        elif "speed/step_ms" in metrics:
+        elif METRICS & metrics.keys():
             self.ours.append((step, metrics))
         else:
             self.others.append((step, metrics))
