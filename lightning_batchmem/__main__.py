@@ -23,8 +23,8 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
 from lightning_batchmem._lightning.errors import is_our_error
-from lightning_batchmem.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.find import SearchOnly
+from lightning_batchmem.plan.figures import plot_memory_over_steps
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
 from lightning_batchmem.plan.options import Objective, object_named
 from lightning_batchmem.plan.plan import Plan
@@ -47,12 +47,9 @@ Exit code: 0 for a result, 1 for none (check: a part has grown), 2 for an error.
 _CONTEXT = f"{CONTEXT_BYTES // MIB}MiB"
 
 # The name of each file that has a figure, with that of the figure and a function that draws it.
-_FIGURES: dict[str, tuple[str, Callable[[Path], Figure | None]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
     CSV_NAME: ("memory_over_steps", lambda path: plot_memory_over_steps(read_rows(path))),
-    PLAN_NAME: (
-        "search",
-        lambda path: plot_search(Plan.from_json(read_small(path))),
-    ),
+    PLAN_NAME: ("search", lambda path: Plan.from_json(read_small(path)).plot()),
 }
 
 
@@ -227,9 +224,6 @@ def draw(
             try:
                 check_regular(path)
                 figure = plot(path)
-                if figure is None:
-                    _print_error(f"{path} has nothing to draw")
-                    continue
                 folder.mkdir(parents=True, exist_ok=True)
                 # A PNG has 1,280 x 960 pixels.
                 figure.savefig(target, dpi=200)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,15 +20,20 @@ from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text, value_or_none
 from lightning_batchmem.devices.oom_snapshot import start_snapshot
 from lightning_batchmem.devices.peaks import PhasePeaks
+from lightning_batchmem.plan.figures import plot_memory_over_steps
 from lightning_batchmem.plan.options import check_switches
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
+from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.profile.run import Run, plan_in
 from lightning_batchmem.profile.run_folder import CSV_NAME, RunFolder
 from lightning_batchmem.profile.steady_steps import Options
 from lightning_batchmem.profile.step_memory import PEAK
 from lightning_batchmem.profile.summary import Summary
 from lightning_batchmem.profile.text import summary_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class MemoryProfiler(Callback):
@@ -111,6 +116,8 @@ class MemoryProfiler(Callback):
         self._options = Options(items_fn, modules, flops, peak_flops)
         self._snapshot_when = snapshot
         self._log_dir: Path | None = None
+        # That of the last run; None if it has none.
+        self._csv_path: Path | None = None
         # The run that is recorded now.
         self._run: Run | None = None
         # The plan of the last run.
@@ -163,6 +170,26 @@ class MemoryProfiler(Callback):
         callbacks took long, and at some steps.
         """
         return self._run_peak_bytes if self._run is None else self._run.peaks.run_bytes or None
+
+    def plot(self) -> Figure:
+        """Draw the peak memory of each step of the last run, which may still go on.
+
+        Its steps are read from ``memory_per_batch.csv``, which gets them about once a second.
+
+        Returns:
+            A figure of matplotlib, which a notebook shows. ``profiler.plot().savefig("peaks.png")``
+            writes it to a file.
+
+        Raises:
+            ImportError: if matplotlib is not installed (extra ``plot``).
+            ValueError: if no run of this process has written the file, or if no step has a peak.
+        """
+        if self._csv_path is None:
+            raise ValueError(
+                f"there is no {CSV_NAME} of a run to draw. Call plot on the first rank after a run"
+                " has begun, with csv=True, a local log directory and no fast_dev_run."
+            )
+        return plot_memory_over_steps(read_rows(self._csv_path))
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that is measured; override it to measure another kind of device.
@@ -317,6 +344,7 @@ class MemoryProfiler(Callback):
             # The training goes on without files.
             except OSError as error:
                 rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
+        self._csv_path = None if folder is None else folder.path
         snapshot = None
         if self._snapshot_when is not None and (
             stage == "train" or self._snapshot_when == "on_oom"

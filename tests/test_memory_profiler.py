@@ -1240,6 +1240,55 @@ def test_the_utilization_of_a_validation_is_not_that_of_the_training(
     assert profiler.summary.speed.cpu_utilization_pct == 0.0
 
 
+# --- figures
+
+
+def drawn_steps(profiler):
+    (line,) = profiler.plot().axes[0].lines
+    return list(line.get_xdata())
+
+
+def test_the_steps_of_the_last_run_are_drawn_in_it_and_after_it(
+    tmp_path, device_memory, monkeypatch
+):
+    monkeypatch.setattr(DeviceReader, "interval_seconds", 0.0)
+    profiler = MemoryProfiler()
+    found = []
+
+    def draw(trainer, module):
+        if module.steps:
+            found.append(drawn_steps(profiler))
+
+    for max_steps in (4, 2):
+        net = Net()
+        end = At(on_train_batch_start=draw)
+        profiled(tmp_path, net, end, profiler=profiler, max_steps=max_steps)
+        found.append(drawn_steps(profiler))
+    assert found == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "is_first"),
+    [
+        (None, {}, True),
+        ({"csv": False}, {}, True),
+        ({}, {"fast_dev_run": 2}, True),
+        ({}, {}, False),
+    ],
+)
+def test_without_a_file_the_steps_cannot_be_drawn(
+    tmp_path, device_memory, monkeypatch, arguments, options, is_first
+):
+    monkeypatch.setattr(Trainer, "is_global_zero", is_first)
+    profiler = MemoryProfiler(**(arguments or {}))
+    if arguments is not None:
+        trainer_for(tmp_path, profiler, **options).fit(Net(), data())
+    with pytest.raises(
+        ValueError, match=r"no memory_per_batch\.csv of a run to draw\. Call plot on"
+    ):
+        profiler.plot()
+
+
 # --- files, several runs, errors, traces
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
+from lightning_batchmem.plan.figures import plot_search
 from lightning_batchmem.plan.fit import fit_memory, ran_through
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.notes import Note, in_order
@@ -12,6 +14,9 @@ from lightning_batchmem.plan.options import Unit
 from lightning_batchmem.plan.recipe import Recipe, training_text
 from lightning_batchmem.plan.records import Chosen, LimitedBy, MemoryModel, Speed, Trial
 from lightning_batchmem.plan.text import full_text, headline, short_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,19 @@ class Plan:
         Lines have at most 80 columns.
         """
         return short_text(self)
+
+    def plot(self) -> Figure:
+        """Draw memory and throughput over the batch size, as the command ``draw`` does.
+
+        Returns:
+            A figure of matplotlib, which a notebook shows. ``plan.plot().savefig("search.png")``
+            writes it to a file.
+
+        Raises:
+            ImportError: if matplotlib is not installed (extra ``plot``).
+            ValueError: if no size was measured.
+        """
+        return plot_search(self)
 
     def with_notes(self, *notes: Note) -> Plan:
         """The plan with more notes, in the order of their kinds."""

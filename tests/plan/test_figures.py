@@ -1,12 +1,14 @@
 """The data in each figure, read from its lines."""
 
+import pickle
 from dataclasses import replace
 
 import matplotlib
 import pytest
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
-from lightning_batchmem.figures import plot_memory_over_steps, plot_search
+from lightning_batchmem.plan.figures import plot_memory_over_steps, plot_search
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import MIB, Trial, TrialMemory
 from tests.helpers.plans import plan_with, trial_with
@@ -39,6 +41,12 @@ def test_figures_leave_pyplot_and_the_settings_of_matplotlib():
     assert (dict(matplotlib.rcParams), pyplot.get_fignums()) == (settings, [])
 
 
+def test_a_figure_has_a_picture_for_notebooks_and_stays_one_of_matplotlib():
+    figure = pickle.loads(pickle.dumps(PLAN.plot()))
+    assert type(figure) is Figure
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
 # --- the steps of a run
 
 
@@ -51,8 +59,9 @@ def test_memory_over_steps_shows_peaks_and_limit():
         # It is that of the last row that has one, over the width of the figure.
         "limit 250.0 MiB": ([0, 1], [250, 250]),
     }
-    assert plot_memory_over_steps([]) is None
-    assert plot_memory_over_steps([row(0, None)]) is None
+    for without in ([], [row(0, None)]):
+        with pytest.raises(ValueError, match="no step has a peak of memory"):
+            plot_memory_over_steps(without)
 
 
 @pytest.mark.parametrize(("limit", "top", "shown"), [(150, 160, True), (10**6, 105, False)])
@@ -138,4 +147,5 @@ def test_both_have_the_fastest_size_where_it_was_not_chosen():
 def test_without_times_there_is_memory_only():
     trials = tuple(replace(trial, samples_per_s=None) for trial in TRIALS)
     assert len(plot_search(replace(PLAN, trials=trials)).axes) == 1
-    assert plot_search(replace(PLAN, trials=())) is None
+    with pytest.raises(ValueError, match="no size of this plan was measured"):
+        replace(PLAN, trials=()).plot()

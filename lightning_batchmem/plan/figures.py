@@ -1,23 +1,26 @@
 """The figures of a run and of a search.
 
 matplotlib is an extra (``plot``) and is imported when a figure is drawn, without pyplot, which has
-global state. Each ``plot_`` function returns ``None`` when there is nothing to draw.
+global state. Each ``plot_`` function raises a ValueError if there is nothing to draw, and an
+ImportError without matplotlib.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.records import MIB, Trial, device_text, mib
 from lightning_batchmem.plan.trials_so_far import measured_speeds
-from lightning_batchmem.profile.columns import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from lightning_batchmem.plan.plan import Plan
 
 # Source: Okabe and Ito 2008, "Color Universal Design", https://jfly.uni-koeln.de/color/
 _BLACK = "#000000"
@@ -51,13 +54,13 @@ _TITLE_COLUMNS = 86
 _NUMBER = "{x:,.0f}"
 
 
-def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
+def plot_memory_over_steps(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot the peaks of every step, and the last limit.
 
     The highest peak of a validation is drawn at the training step before it.
     """
     if not any(map(_peak_mib, rows)):
-        return None
+        raise ValueError("no step has a peak of memory, so there is nothing to draw")
     figure, (axes,) = _new_panels("Peak memory of each step", "step", "memory (MiB)")
     peaks: dict[str, dict[int, float]] = {name: {} for name in _STEP_LINES}
     step = 0
@@ -85,24 +88,23 @@ def plot_memory_over_steps(rows: Sequence[Row]) -> Figure | None:
     return _with_legend(figure)
 
 
-def _peak_mib(row: Row) -> float | None:
+def _peak_mib(row: Mapping[str, Any]) -> float | None:
     """Return the peak of the tensors, or of the process where they are not counted."""
     peak_mib: float | None = row["peak_allocated_mib"]
     return row.get("peak_process_mib") if peak_mib is None else peak_mib
 
 
-def plot_search(plan: Plan) -> Figure | None:
+def plot_search(plan: Plan) -> Figure:
     """Plot the memory of a step, and below it the throughput of a rank, over the batch size.
 
     Memory has the trials, the fitted line, the limit and what stays free. Throughput has the sizes
     that were measured. Both have the chosen size and the fastest one; the title has the reason.
-    ``None`` if no size was measured.
     """
     completed = [
         trial for trial in plan.trials if trial.outcome == "ok" and trial.memory.peak_bytes
     ]
     if not completed:
-        return None
+        raise ValueError("no size of this plan was measured, so there is nothing to draw")
     of_rank = " of each rank" if plan.ranks > 1 else ""
     title = f"Memory and throughput{of_rank}{plan.device and f' on {device_text(plan.device)}'}"
     speeds = measured_speeds(plan.trials)
@@ -188,6 +190,9 @@ def _new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[
             'figures need matplotlib: pip install "lightning-batchmem[plot]"'
         ) from error
     figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+    # Without `%matplotlib inline` a notebook shows only the name of a figure. To W&B, which looks
+    # at the module of a class, a subclass would not be a figure of matplotlib.
+    figure._repr_png_ = partial(_png_of, figure)  # type: ignore[attr-defined]
     panels = list(figure.subplots(len(y_labels), sharex=True, squeeze=False)[:, 0])
     panels[0].set_title(title, loc="left", fontsize=12)
     panels[-1].set_xlabel(x_label)
@@ -199,6 +204,12 @@ def _new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[
         axes.xaxis.set_major_formatter(_NUMBER)
         axes.yaxis.set_major_formatter("{x:,.10g}")
     return figure, panels
+
+
+def _png_of(figure: Figure) -> bytes:
+    file = BytesIO()
+    figure.savefig(file)
+    return file.getvalue()
 
 
 def _draw_limit(axes: Axes, limit: float | None) -> None:
