@@ -45,7 +45,9 @@ class MemoryProfiler(Callback):
     the end. An evaluation is logged at its end, with its stage as suffix
     (``memory/used_pct_validate``). At the end a line has what limits the run, a table shows the
     memory breakdown, and :attr:`summary` contains the same as data. With the extra ``plot``,
-    ``python -m lightning_batchmem draw LOG_DIR`` draws the steps and the plan.
+    :meth:`plot` draws the steps, and ``python -m lightning_batchmem draw LOG_DIR`` the plan too.
+    TensorBoard, W&B, MLflow and Comet get the plan of a BatchFinder as text when the training
+    starts (``batch_finder/plan``), and the figure of its search (``batch_finder/search``).
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
     data. If memory runs out, the error gets a note with the step and the size of its batch.
@@ -353,27 +355,27 @@ class MemoryProfiler(Callback):
         # A search leaves nothing of a setup that came after the one of its finder.
         self._device_memory = self._device_memory or self._memory_of(trainer)
         plan = plan_in(trainer)
-        if stage != "train" and plan is self._plan:
+        is_new = plan is not self._plan
+        if stage != "train" and not is_new:
             # An evaluation that did not search has no plan: the limit of the earlier run no longer
             # holds, and its plan is in a file already.
             plan = None
         else:
-            if plan is not self._plan:
-                # The run does not include the steps of its search.
-                self._restart_peak()
             self._plan = plan
-        device_memory = self._device_memory
-        self._device_memory = None
         self._run = Run(
             trainer,
             module,
             stage,
-            device_memory,
+            self._device_memory,
             plan,
             self._options,
             folder=folder,
             snapshot=snapshot,
         )
+        if is_new:
+            # The run does not include the steps of its search, and the drawing of its figure.
+            self._restart_peak()
+        self._device_memory = None
 
     def _memory_of(self, trainer: Trainer) -> DeviceMemory | None:
         device = trainer.strategy.root_device

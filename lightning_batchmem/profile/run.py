@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_batchmem._lightning.logged_plan import log_plan
 from lightning_batchmem._lightning.profiled_stage import (
     PlacedBatch,
     WatchedCalls,
@@ -116,6 +117,10 @@ class Run:
                 f"MemoryProfiler measures no memory, because {device.type} or its allocator has no"
                 " peak counter."
             )
+        loggers = loggers_of(trainer, all_loggers=not options.is_optional)
+        if plan is not None and stage == "train" and trainer.is_global_zero:
+            # What loggers and matplotlib import is none of the memory of the steps.
+            log_plan(plan, loggers, logging_step(trainer))
         recorder = StepRecorder(trainer, module, device_memory, stage, options)
         csv = None
         if folder is not None:
@@ -137,11 +142,7 @@ class Run:
             device, device_memory, math.inf if plan is None else plan.limit_bytes
         )
         self._takers = Takers(
-            LoggerMetrics(
-                loggers_of(trainer, all_loggers=not options.is_optional),
-                trainer.world_size,
-                recorder.steady.flops,
-            ),
+            LoggerMetrics(loggers, trainer.world_size, recorder.steady.flops),
             Alerts(
                 lambda sentence: rank_zero_warn(f"MemoryProfiler: {sentence}"),
                 stage,
