@@ -337,8 +337,8 @@ def test_steps_that_compile_are_no_part_of_the_means(
 def test_a_single_step_has_no_speed(tmp_path, device_memory, capsys):
     profiler, recorder = profiled(tmp_path, Net(), max_steps=1)
     speed = profiler.summary.speed
-    assert (speed.samples_per_second, speed.data_wait_share, speed.busy_percent) == (None,) * 3
-    shown = f"1 step of {1e3 * speed.first_step_seconds:,.1f} ms"
+    assert (speed.samples_per_s, speed.data_wait_pct, speed.cpu_utilization_pct) == (None,) * 3
+    shown = f"1 step of {speed.first_step_ms:,.1f} ms"
     assert f"{shown}\n" in capsys.readouterr().out
     assert repr(profiler.summary).endswith(f"{shown}>")
     assert profiler.summary.conclusion == ""

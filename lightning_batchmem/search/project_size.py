@@ -53,8 +53,8 @@ class ProjectSize:
             or not is_allowed(project_size, limits)
         ):
             return chosen
-        own = Speed(project_size, self._samples_per_second(project_size))
-        other = Speed(size, self._samples_per_second(size))
+        own = Speed(project_size, self._samples_per_s(project_size))
+        other = Speed(size, self._samples_per_s(size))
         if not (own.samples_per_s and other.samples_per_s):
             return chosen
         chosen = replace(chosen, speeds=(own, other))
@@ -78,7 +78,7 @@ class ProjectSize:
         losses = self.ranks.exchange(self.runner.losses_of_copies(COPIES))[0]
         return loss_text(losses)
 
-    def _samples_per_second(self, batch_size: int) -> float:
+    def _samples_per_s(self, batch_size: int) -> float:
         """The throughput of the slowest rank at a size; 0 where it was not measured."""
         accumulate = accumulated_batches(batch_size, self.limits)
         own_speed = self.runner.samples_per_s(batch_size, accumulate, self.limits)
