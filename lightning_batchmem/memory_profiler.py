@@ -44,21 +44,23 @@ class MemoryProfiler(Callback):
     peaks, the mean times and the throughput since the previous log, at ``log_every_n_steps`` and at
     the end. An evaluation is logged at its end, with its stage as suffix
     (``memory/used_pct_validate``). At the end a line has what limits the run, a table shows the
-    memory breakdown, and :attr:`summary` contains the same as data. With the extra ``plot``,
-    :meth:`plot` draws the steps, and ``python -m lightning_batchmem draw LOG_DIR`` the plan too.
-    TensorBoard, W&B, MLflow and Comet get the plan of a BatchFinder as text when the training
-    starts (``batch_finder/plan``), and the figure of its search (``batch_finder/search``).
+    memory breakdown (not that of a single step), and :attr:`summary` contains the same as data.
+    With the extra ``plot``, :meth:`plot` draws the steps, and ``python -m lightning_batchmem draw
+    LOG_DIR`` the plan too. TensorBoard, W&B, MLflow and Comet get the plan of a BatchFinder as text
+    when the training starts (``batch_finder/plan``), and the figure of its search
+    (``batch_finder/search``).
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
-    data. If memory runs out, the error gets a note with the step and the size of its batch.
+    data. If memory runs out, the error gets a note with the step, the size of its batch, and the
+    step after which the memory in use has grown.
 
     Times are wall time. A step lasts from the request of its batch to the next request, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
     works while the CPU goes on: there each step has the mean time of the steps between two
     readings of limit and utilization, which are at least a second apart. The wait for data begins
     with the request of a batch, and ends on the CPU when the batch has arrived: the transfer to
-    the device is part of it. Throughput is the samples of this rank times the number of ranks; the
-    peaks and throughputs of all ranks are exchanged after each epoch.
+    the device is part of it. Throughput is the samples of this rank times the number of ranks.
+    The peaks of all ranks are exchanged once, when a training has ended.
 
     Memory is left out, with a warning, where it has no peak counter (MPS, XPU, HPU, TPU).
 
@@ -168,8 +170,8 @@ class MemoryProfiler(Callback):
     def run_peak_bytes(self) -> int | None:
         """Highest allocated bytes in this run so far; after its end, of the whole run.
 
-        Between two steps they are read after a checkpoint, an evaluation and an epoch, where other
-        callbacks took long, and at some steps.
+        Between two steps they are read after a checkpoint, an evaluation and an epoch, after each
+        step if your callbacks or your module have a hook there, and at some other steps.
         """
         return self._run_peak_bytes if self._run is None else self._run.peaks.run_bytes or None
 
@@ -215,8 +217,7 @@ class MemoryProfiler(Callback):
         self._restart_peak()
         log_dir = log_dir_of(trainer) or os.fsdecode(trainer.default_root_dir)
         is_remote = "://" in log_dir
-        is_without_files = is_remote or is_fast_dev_run(trainer)
-        self._log_dir = None if is_without_files else Path(log_dir)
+        self._log_dir = None if is_remote or is_fast_dev_run(trainer) else Path(log_dir)
         if self._has_csv and is_remote and trainer.is_global_zero:
             rank_zero_warn(
                 f"MemoryProfiler writes no {CSV_NAME}: the log directory {log_dir} is not local."
@@ -356,12 +357,12 @@ class MemoryProfiler(Callback):
         self._device_memory = self._device_memory or self._memory_of(trainer)
         plan = plan_in(trainer)
         is_new = plan is not self._plan
-        if stage != "train" and not is_new:
+        if is_new:
+            self._plan = plan
+        elif stage != "train":
             # An evaluation that did not search has no plan: the limit of the earlier run no longer
             # holds, and its plan is in a file already.
             plan = None
-        else:
-            self._plan = plan
         self._run = Run(
             trainer,
             module,

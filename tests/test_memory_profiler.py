@@ -275,6 +275,36 @@ def test_steps_that_lightning_skips_are_no_steps(tmp_path, device_memory):
     assert profiler.summary.steps == 4
 
 
+def test_a_batch_of_none_has_no_samples_in_an_evaluation(tmp_path, device_memory):
+    """Lightning passes it to the step there."""
+    samples = [torch.ones(4)] * 6
+    loader = DataLoader(
+        samples, batch_size=2, collate_fn=lambda samples: next(batches), shuffle=False
+    )
+    batches = iter([torch.ones(2, 4), None, torch.ones(2, 4)])
+    profiler = MemoryProfiler()
+    trainer_for(tmp_path, profiler).validate(Validated(), loader, verbose=False)
+    assert [row["batch_size"] for row in csv_rows(tmp_path)] == ["2", "0", "2"]
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_the_first_step_of_an_optimizer_counts_only_with_gradients(
+    tmp_path, device_memory, skipped
+):
+    """Lightning calls the optimizer where training_step returned None too."""
+
+    class Returns(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if batch_idx >= skipped else None
+
+    profiler, _ = profiled(tmp_path, Returns())
+    breakdown = profiler.summary.memory.breakdown
+    assert breakdown.step == skipped + 1
+    assert breakdown.optimizer_state_bytes == 2 * breakdown.gradients_bytes + 2 * 4
+
+
 # --- time
 
 
@@ -468,7 +498,9 @@ def test_an_evaluation_by_itself(tmp_path, device_memory, stage):
     ("options", "breakdown_peak", "text"),
     [
         ({}, MIB, "before the steady steps"),
-        ({"max_steps": 1}, None, "No breakdown"),
+        ({"max_steps": 1, "accumulate_grad_batches": 2}, None, "No breakdown"),
+        # One step has no table.
+        ({"max_steps": 1}, None, "training: peak 501.0 MiB, 1 step of"),
     ],
 )
 def test_a_peak_before_the_steady_state(
@@ -479,7 +511,9 @@ def test_a_peak_before_the_steady_state(
     assert (memory.peak_bytes, memory.peak_step) == (501 * MIB, 0)
     breakdown = memory.breakdown
     assert (breakdown and breakdown.peak_bytes) == breakdown_peak
-    assert text in " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert text in " ".join(printed.split())
+    assert (printed.count("\n") == 1) == (profiler.summary.steps == 1)
 
 
 @pytest.mark.parametrize(
@@ -1083,7 +1117,7 @@ def test_the_error_of_another_library_counts_as_no_allocation(tmp_path, device_m
 
 
 @pytest.mark.filterwarnings("ignore:MemoryProfiler. ")
-@pytest.mark.parametrize("kind", ["leak", "failed", ""])
+@pytest.mark.parametrize("kind", ["leak", "failed", "one step", ""])
 def test_a_size_whose_memory_is_not_known_has_no_line_to_paste(tmp_path, device_memory, kind):
     def work(step, where):
         if kind == "leak" and where == "forward":
@@ -1092,9 +1126,11 @@ def test_a_size_whose_memory_is_not_known_has_no_line_to_paste(tmp_path, device_
             device_memory.num_ooms = 1
 
     options = {"loader": data(samples=40), "max_epochs": 10}
+    if kind == "one step":
+        options["max_steps"] = 1
     profiler, _ = profiled(tmp_path, Net(work), Planned(), **options)
     assert bool(profiler.summary.fits) == (not kind)
-    assert len(profiler.summary.alerts) == bool(kind)
+    assert len(profiler.summary.alerts) == (kind in ("leak", "failed"))
 
 
 @pytest.mark.parametrize(
@@ -1476,19 +1512,13 @@ def test_an_out_of_memory_error_gets_a_note_and_a_snapshot(
 @pytest.mark.parametrize(
     ("hook", "at_step", "text"),
     [
-        ("on_train_epoch_end", 6, "grown by 300.0 MiB, by 300.0 MiB of it between steps 5 and 6"),
-        ("on_validation_end", 3, "grown by 300.0 MiB, by 300.0 MiB of it between steps 2 and 3"),
-        (
-            "on_before_optimizer_step",
-            3,
-            "grown by 300.0 MiB, by 300.0 MiB of it between steps 2 and 4",
-        ),
+        ("on_train_epoch_end", 6, "300.0 MiB after step 5"),
+        ("on_validation_end", 3, "300.0 MiB after step 2"),
+        # A callback may come after the last step before the one that fails.
+        ("on_validation_end", 6, "300.0 MiB after step 5"),
+        ("on_before_optimizer_step", 3, "300.0 MiB after step 2"),
         # Each step keeps 50 MiB.
-        (
-            "on_train_batch_start",
-            None,
-            "grown by 750.0 MiB, by 50.0 MiB of it between steps",
-        ),
+        ("on_train_batch_start", None, "750.0 MiB after step 0"),
     ],
 )
 def test_an_out_of_memory_error_says_which_memory_has_grown(
@@ -1511,11 +1541,18 @@ def test_an_out_of_memory_error_says_which_memory_has_grown(
     trainer = trainer_for(tmp_path, MemoryProfiler(), hooks, max_epochs=9, val_check_interval=3)
     with pytest.raises(torch.cuda.OutOfMemoryError) as error:
         trainer.fit(Validated(work), data(), data(samples=8))
-    assert f"The memory in use between steps has {text}" in notes_of(error)
+    assert f"The memory in use has grown by {text}." in notes_of(error)
 
 
-def test_no_growth_is_not_named(tmp_path, device_memory):
+@pytest.mark.parametrize("kind", ["none", "freed", "of the host"])
+def test_no_growth_is_not_named(tmp_path, device_memory, kind):
+    if kind == "of the host":
+        # It may be memory that was freed.
+        device_memory.as_host()
+
     def work(step, now):
+        is_kept = step >= 3 if kind == "of the host" else kind == "freed" and 3 <= step < 6
+        device_memory.keep(300 * MIB if is_kept else 0)
         device_memory.use(2000 * MIB if step == 9 else 50 * MIB)
         device_memory.free()
 

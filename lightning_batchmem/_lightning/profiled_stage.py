@@ -62,6 +62,9 @@ class BatchSamples:
 
     def in_batch(self, batch: object, number: int, loader_number: int = 0) -> int | None:
         """The samples of a batch, as in :class:`PlacedBatch`; None if they are unknown."""
+        if batch is None:
+            # Lightning passes it to the step of an evaluation.
+            return 0
         # Loaders may be requested again in each epoch.
         combined = self._loop._combined_loader
         if combined is not self._combined or loader_number != self._loader_number:

@@ -230,13 +230,14 @@ class StepRecorder:
         self._batch = batch
         self._has_graphs = replays_graphs(self._device)
         is_of_run = clock is self.run_clock
-        self._before = self.memory.start(batch.batch, is_of_run=is_of_run)
-        # The time of the breakdown does not belong to the step.
-        if is_of_run and self.steady.begin(module, batch.batch, clock.number):
-            self.memory.begin_growth()
-            clock.leave_out(clock.now() - arrived)
-            return self.steady.phases
-        return None
+        self._before = self.memory.start(batch.batch, clock.steps if is_of_run else 0)
+        breakdown = self.steady.begin(module, batch.batch, clock.number) if is_of_run else None
+        if breakdown is None:
+            return None
+        self.memory.begin_growth(batch.batch, breakdown.freed_bytes)
+        # This time does not belong to the step.
+        clock.leave_out(clock.now() - arrived)
+        return breakdown.phases
 
     def end_work(self) -> None:
         """Note the peak of a step before hooks follow, whose memory is none of its own."""
@@ -252,17 +253,17 @@ class StepRecorder:
         clock.stop()
         self._batch = _NO_BATCH
         number = clock.number
-        steps = clock.steps if clock is self.run_clock else None
+        is_of_run = clock is self.run_clock
         samples = self._counter.samples(batch, clock.stage)
-        peak_bytes, reserved_bytes, _ = self.memory.end(steps, number) or (None, None, None)
+        peak_bytes, reserved_bytes = self.memory.end(number, is_of_run=is_of_run)
         if self._has_graphs:
             # The allocator counts the memory of the graphs as free.
             peak_bytes = None
         if peak_bytes is not None and peak_bytes > self.memory.peaks.epoch_bytes:
             self.memory.peaks.add(peak_bytes, f"in {clock.stage} step {number}")
-        is_slowed = steps is not None and self.steady.end(
-            samples, peak_bytes, self.memory.held_bytes
-        )
+        growth = self.memory.growth
+        kept_bytes = 0 if growth is None else growth.grown_bytes
+        is_slowed = is_of_run and self.steady.end(samples, peak_bytes, kept_bytes)
         # What is compiled takes seconds, and what is new to the device or the loader may too.
         compiled = compiled_frames()
         is_first = clock.steps == 1 or compiled != self._compiled
@@ -304,7 +305,7 @@ class StepRecorder:
         where = "before the first step"
         if clock.in_step:
             where = f"in {clock.stage} step {clock.number}"
-            if (samples := self._counter.samples(self._batch, clock.stage)) is not None:
+            if samples := self._counter.samples(self._batch, clock.stage):
                 where += f" with a batch of {counted(samples, 'sample')}"
             phase = value_or_none("An error", phase_of, error)
             if phase and clock.stage == "train":
@@ -317,4 +318,5 @@ class StepRecorder:
             )
         if trainer.world_size > 1:
             where += f" on rank {trainer.global_rank}"
-        return f"memory ran out {where}.{self.memory.growth_text}"
+        growth = self.memory.growth
+        return f"memory ran out {where}.{growth.text if growth and self.memory.is_exact else ''}"

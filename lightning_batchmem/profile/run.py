@@ -222,8 +222,8 @@ class Run:
             self._reader.ignore_failure()
             note = self._recorder.explain_out_of_memory(error, trainer)
             if self.peaks.run_bytes:
-                peak = mib(self.peaks.run_bytes)
-                note += f" The highest peak before was {peak}, {self.peaks.place}."
+                peaks = self.peaks
+                note += f" The highest peak before was {mib(peaks.run_bytes)}, {peaks.place}."
             yield note
             if self._snapshot is not None and (text := self._snapshot.write(trainer.global_rank)):
                 yield text
@@ -334,7 +334,7 @@ class Run:
         )
         fits = ""
         # The size may not fit in a longer run, or without the steps that were skipped.
-        is_proven = not self._reader.last.num_ooms and not is_leak
+        is_proven = totals.steps > 1 and not self._reader.last.num_ooms and not is_leak
         if is_complete and self._plan is not None and is_proven:
             device = value_or_none("The device", device_name, trainer.strategy.root_device)
             fits = fits_text(self._plan, memory, f"{device}", str(trainer.precision))

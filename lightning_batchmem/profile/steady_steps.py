@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -21,10 +21,9 @@ from lightning_batchmem.devices.breakdown import (
 from lightning_batchmem.devices.foreign_values import error_text, value_or_none
 from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.peaks import PhasePeaks, RisingPeak
-from lightning_batchmem.devices.tensors import has_own_tensors
+from lightning_batchmem.devices.tensors import has_own_tensors, tensors_in
 from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.module_memory import ModuleStep
-from lightning_batchmem.profile.step_memory import PEAK, held_bytes
 from lightning_batchmem.search.compiled import compiled_frames
 
 _BREAKDOWN = "The memory breakdown"
@@ -52,12 +51,12 @@ class SteadyBreakdown:
         module: Module,
         optimizers: list[Optimizer],
     ) -> None:
-        # The highest peak of the steps since the breakdown, and what was held before that step.
+        # The highest peak of the steps since the breakdown, and what steps had kept before it.
         self._peak_bytes = 0
-        self._start_bytes = 0
-        # The same when the breakdown was taken.
-        self._taken_bytes: float = 0
+        self._kept_bytes = 0
         self._gradients_bytes = 0
+        # A tensor that has a gradient in most steps.
+        self._trained: Tensor | None = None
         # Those of the step in which it is taken.
         self.phases: PhasePeaks | None = None
         self._device_memory = device_memory
@@ -99,8 +98,6 @@ class SteadyBreakdown:
         if self._other_bytes is not None:
             other_bytes = min(breakdown.other_bytes, self._other_bytes)
             breakdown = replace(breakdown, other_bytes=other_bytes)
-        held = value_or_none(PEAK, held_bytes, self._device_memory, batch, self._device)
-        self._taken_bytes = math.inf if held is None else held[1]
         outside_bytes = self._device_memory.non_torch_bytes()
         self._at_start = replace(breakdown, step=number, outside_bytes=outside_bytes)
         self._num_trained = _num_trained(self._module)
@@ -117,16 +114,26 @@ class SteadyBreakdown:
         self._at_start = replace(self._at_start, phase=phase if peaks[phase] else "")
         self.phases = None
 
-    def add_gradients(self) -> None:
-        """Measure the gradients after a step of an optimizer."""
+    def add_gradients(self, trained: Tensor) -> None:
+        """Measure the gradients after a step of an optimizer, which has changed this tensor."""
+        self._trained = trained
         count_bytes = gradient_bytes(self._module, self._optimizers, self._device)
         self._gradients_bytes = max(self._gradients_bytes, count_bytes)
 
-    def add_peak(self, peak_bytes: int, start_bytes: int) -> None:
-        """Add the peak of a step, and the bytes held at the last start."""
+    def freed_bytes(self) -> int:
+        """Return the bytes of gradients that are freed now, and are held in most steps.
+
+        A validation frees them, and a manual step may. The host keeps freed memory.
+        """
+        if self._trained is None or self._trained.grad is not None or self._device_memory.is_host:
+            return 0
+        return self._gradients_bytes
+
+    def add_peak(self, peak_bytes: int, kept_bytes: int) -> None:
+        """Add the peak of a step, and what the steps before it have kept."""
         if self._at_start is not None and peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
-            self._start_bytes = start_bytes
+            self._kept_bytes = kept_bytes
 
     def at_peak(self, *, is_leak: bool) -> MemoryBreakdown | None:
         """Return the breakdown at the highest peak; None before the first steady step.
@@ -137,20 +144,16 @@ class SteadyBreakdown:
         """
         if self._at_start is None or not self._peak_bytes:
             return None
-        device_memory = self._device_memory
-        # Gradients that were freed before the breakdown may be accumulated before the peak.
-        more_bytes = max(0, self._gradients_bytes - self._at_start.gradients_bytes)
-        kept_bytes = self._start_bytes - self._taken_bytes - more_bytes
         # Equal steps may differ by this much.
-        is_kept = kept_bytes > device_memory.granularity_bytes
-        if device_memory.is_host:
+        is_kept = self._kept_bytes > self._device_memory.granularity_bytes
+        if self._device_memory.is_host:
             is_kept &= is_leak
         # At a peak in forward only the gradients of the step before exist.
         has_gradients = self._at_start.phase != "forward"
         return self._at_start.at_peak(
             self._peak_bytes,
             gradients_bytes=self._gradients_bytes if has_gradients else 0,
-            kept_bytes=int(kept_bytes) if is_kept else 0,
+            kept_bytes=self._kept_bytes if is_kept else 0,
         )
 
 
@@ -207,48 +210,43 @@ class SteadySteps:
         """Compare at the next step what is trained: layers may have been unfrozen."""
         self._may_have_changed = True
 
-    def begin(self, module: LightningModule, batch: object, number: int) -> bool:
+    def begin(self, module: LightningModule, batch: object, number: int) -> SteadyBreakdown | None:
         """Begin what is measured in the step with this number.
 
         Returns:
-            Whether that is the breakdown. Its time does not belong to the step.
+            The breakdown if it is that.
         """
         if self._may_have_changed:
             self._may_have_changed = False
             self._compare()
         if not self._is_steady:
-            return False
+            return None
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
             value_or_none(_BREAKDOWN, breakdown.take, batch, number)
             if breakdown.is_due:
                 self.breakdown = None
-            return True
+            return self.breakdown
         self._hooks.remove()
         if self._to_measure:
             self._begin_measurement(self._to_measure.pop(), module, batch)
-        return False
-
-    @property
-    def phases(self) -> PhasePeaks | None:
-        """The phases of the step in which the breakdown is taken; None in others."""
-        return None if self.breakdown is None else self.breakdown.phases
+        return None
 
     def end_work(self) -> None:
         """End the phases of a step before hooks follow."""
         if self.breakdown is not None:
             self.breakdown.end_step()
 
-    def end(self, samples: int | None, peak_bytes: int | None, start_bytes: int) -> bool:
+    def end(self, samples: int | None, peak_bytes: int | None, kept_bytes: int) -> bool:
         """Use what was measured in this step, and return whether anything was.
 
         Args:
             samples: the samples of its batch; None if they are unknown.
             peak_bytes: its peak; None if it is unknown.
-            start_bytes: what was held at the last reading.
+            kept_bytes: what the steps before it have kept, as it was read last.
         """
         if self.breakdown is not None and peak_bytes is not None:
-            self.breakdown.add_peak(peak_bytes, start_bytes)
+            self.breakdown.add_peak(peak_bytes, kept_bytes)
         if not self._is_noted:
             # An evaluation is in its steady state from the second step on too.
             self._is_steady = True
@@ -310,13 +308,22 @@ class SteadySteps:
             if not _try(measurement, measurement.begin, module, self._optimizers, batch):
                 self._measured = None
 
-    def _note_step(self, *_: object) -> None:
+    def _note_step(self, optimizer: Any, *_: object) -> None:
         """Begin the steady state after a step of an optimizer, and measure gradients in it."""
+        trained = [
+            tensor
+            for tensor in tensors_in(optimizer.param_groups)
+            if tensor.is_leaf and tensor.grad is not None
+        ]
+        if not trained:
+            # Lightning calls this step too where training_step returned None.
+            return
         self._is_steady = True
-        if self.breakdown is not None:
-            value_or_none(_BREAKDOWN, self.breakdown.add_gradients)
-        if self.phases is not None:
-            self.phases.enter("forward")
+        breakdown = self.breakdown
+        if breakdown is not None:
+            value_or_none(_BREAKDOWN, breakdown.add_gradients, trained[0])
+            if breakdown.phases is not None:
+                breakdown.phases.enter("forward")
 
 
 def _try(measured: ModuleStep | FlopStep, method: Callable[..., None], *arguments: object) -> bool:

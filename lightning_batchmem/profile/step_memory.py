@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from lightning_batchmem.plan.records import mib
 
 PEAK = "The memory of a step"
 
-# Readings that differ by less are as good as equal.
-_SMALL_SHARE = 0.01
+# Readings that differ by less are as good as equal. A gigabyte is added to what is held, so 2 MB
+# always are: the allocator may leave 1 MiB unsplit in the block of a larger batch.
+_SMALL_SHARE = 0.002
 
 
 @dataclass(frozen=True)
@@ -37,41 +39,37 @@ class PeakBetweenSteps:
         return f"after step {self.after_step}"
 
 
-@dataclass
 class GrowthBetweenSteps:
     """How much more is held between steps than in the first steady one, and since when.
 
     Args:
-        begin_bytes: what was held then.
-        most_bytes: the most so far.
-        step: the step before the last reading near it. A validation frees the gradients, so some
-            readings are lower.
-        rise: the largest rise from one most to the next, and the steps around it.
+        held_bytes: what is held then.
+        step: the step before the first steady one.
+        freed_bytes: returns the bytes of gradients that are freed now, and are held in most steps.
+            They count as held.
+
+    Attributes:
+        grown_bytes: how much more the last reading had.
+        text: a sentence about it; empty for hardly any.
     """
 
-    begin_bytes: int
-    most_bytes: int
-    step: int
-    rise: tuple[int, int, int] = (0, 0, 0)
+    def __init__(self, held_bytes: int, step: int, freed_bytes: Callable[[], int]) -> None:
+        self._freed_bytes = freed_bytes
+        self._begin_bytes = held_bytes + freed_bytes()
+        # The last step before it has grown.
+        self._step = step
+        self.add(held_bytes, step)
 
-    def add(self, start_bytes: int, step: int) -> None:
+    def add(self, held_bytes: int, step: int) -> None:
         """Add a reading after a step."""
-        rise_bytes = start_bytes - self.most_bytes
-        self.rise = max(self.rise, (rise_bytes, self.step, step + 1))
-        if rise_bytes >= -_SMALL_SHARE * start_bytes:
-            self.most_bytes = max(self.most_bytes, start_bytes)
-            self.step = step
-
-    def text(self, start_bytes: int) -> str:
-        """Return a sentence about the growth until a reading; empty for hardly any."""
-        grown_bytes = start_bytes - self.begin_bytes
-        if grown_bytes <= _SMALL_SHARE * start_bytes:
-            return ""
-        rise_bytes, before, after = self.rise
-        return (
-            f" The memory in use between steps has grown by {mib(grown_bytes)}, by"
-            f" {mib(rise_bytes)} of it between steps {before} and {after}."
-        )
+        self.grown_bytes = held_bytes + self._freed_bytes() - self._begin_bytes
+        if self.grown_bytes > _SMALL_SHARE * (self._begin_bytes + 1e9):
+            self.text = (
+                f" The memory in use has grown by {mib(self.grown_bytes)} after step {self._step}."
+            )
+        else:
+            self._step = step
+            self.text = ""
 
 
 class RunPeaks:
@@ -119,9 +117,10 @@ class StepMemory:
         self, device_memory: DeviceMemory | None, device: torch.device, *, reads_each: bool
     ) -> None:
         self.peaks = RunPeaks()
-        # What was held at the last reading between two steps.
-        self.held_bytes = 0
-        self._growth: GrowthBetweenSteps | None = None
+        # Since the first steady step.
+        self.growth: GrowthBetweenSteps | None = None
+        # The host keeps freed memory, so its growth may be none of the project's.
+        self.is_exact = device_memory is not None and not device_memory.is_host
         self._device_memory = device_memory
         self._device = device
         self._reads_each = reads_each
@@ -135,91 +134,84 @@ class StepMemory:
         # What is held is due at the start of this step of the run, the next time. The first step
         # has no gradients and states yet.
         self._next_reading = 2
-        self._is_due = False
 
-    def start(self, batch: object, *, is_of_run: bool) -> tuple[int | None, int | None]:
+    def start(self, batch: object, steps: int) -> tuple[int | None, int | None]:
         """Begin a step.
 
         Args:
             batch: its batch.
-            is_of_run: False for a validation step inside a training.
+            steps: how many steps of the run have begun; 0 in a validation within a training.
 
         Returns:
             The peak since the last step, None where it was not read, and what is held without the
             batch, None where it is not due.
         """
-        device_memory = self._device_memory
-        if device_memory is None:
+        if self._device_memory is None:
             return None, None
-        start_bytes = None
-        is_due = self._is_due and is_of_run
+        held_bytes = None
+        is_due = steps >= self._next_reading
         if self._is_watched or is_due or self._reads_each:
-            self.read(batch)
-            if is_due:
-                start_bytes = self.held_bytes
-                self._is_due = False
+            held_bytes = self.read(batch)
+        if is_due:
+            self._next_reading = next_reading(steps)
         before_bytes = self._before_bytes
         self._before_bytes = None
         self._is_watched = False
-        if value_or_none(PEAK, _has_reset, device_memory) is None:
+        if value_or_none(PEAK, _has_reset, self._device_memory) is None:
             self._device_memory = None
-        return before_bytes, start_bytes
+        return before_bytes, held_bytes if is_due else None
 
     def note_peak(self) -> None:
         """Note the highest use since the step has begun."""
-        if self._device_memory is not None:
-            self._peak = value_or_none(PEAK, self._device_memory.peak)
+        device_memory = self._device_memory
+        self._peak = None if device_memory is None else value_or_none(PEAK, device_memory.peak)
 
-    def end(self, steps: int | None, number: int) -> MemoryStats | None:
-        """End a step, and return its highest use as it was noted; None if it is unknown.
+    def end(self, number: int, *, is_of_run: bool) -> tuple[int | None, int | None]:
+        """End a step, and return the allocated and the reserved bytes of its peak, if known.
 
         Args:
-            steps: how many steps of the run have begun; None in a validation within a training.
-            number: the number of the step.
+            number: its number.
+            is_of_run: False for a validation step within a training.
         """
-        if steps is not None:
+        if is_of_run:
             self._after_step = number
-        if self._peak is None or self._device_memory is None:
-            return None
-        if steps is not None and steps + 1 >= self._next_reading:
-            self._next_reading = next_reading(steps + 1)
-            # Another profiler may read the peak of this step after this one, so it stays.
-            self._is_due = True
-        return self._peak
+        # Another profiler may read the peak of this step after this one, so it stays.
+        return (None, None) if self._peak is None else self._peak[:2]
 
     def leave(self) -> None:
         """Read the peak from now on at the start of the next step."""
-        device_memory = self._device_memory
-        if device_memory is not None and not self._is_watched:
+        if self._device_memory is not None and not self._is_watched:
             self.read()
-            self._is_watched = value_or_none(PEAK, _has_reset, device_memory) is True
+            self._is_watched = value_or_none(PEAK, _has_reset, self._device_memory) is True
 
-    def read(self, batch: object = None) -> None:
-        """Read the peak since the end of the last step, and what is held without a batch."""
+    def read(self, batch: object = None) -> int | None:
+        """Read the peak since the end of the last step, and return what is held without a batch."""
         device_memory = self._device_memory
         if device_memory is None:
-            return
-        held = value_or_none(PEAK, held_bytes, device_memory, batch, self._device)
-        if held is None:
-            return
-        peak_bytes, self.held_bytes = held
-        if self._growth is not None:
-            self._growth.add(self.held_bytes, self._after_step or 0)
+            return None
+        readings = value_or_none(PEAK, read_held, device_memory, batch, self._device)
+        if readings is None:
+            return None
+        peak_bytes, held_bytes = readings
+        if self.growth is not None:
+            self.growth.add(held_bytes, self._after_step or 0)
         # Without a restart it is known only where it is above the peak of the step.
         of_step = self._peak
         if self._is_watched or of_step is None or peak_bytes > of_step.allocated_bytes:
             self._before_bytes = max(peak_bytes, self._before_bytes or 0)
             self.peaks.add_between(PeakBetweenSteps(peak_bytes, self._after_step))
+        return held_bytes
 
-    def begin_growth(self) -> None:
-        """Count growth from the last reading on, since gradients and states exist now."""
-        step = self._after_step or 0
-        self._growth = GrowthBetweenSteps(self.held_bytes, self.held_bytes, step)
+    def begin_growth(self, batch: object, freed_bytes: Callable[[], int]) -> None:
+        """Count growth from this step on, since gradients and states exist now.
 
-    @property
-    def growth_text(self) -> str:
-        """A sentence about what is held now, and was not in the first steady step; or empty."""
-        return "" if self._growth is None else self._growth.text(self.held_bytes)
+        Args:
+            batch: the batch of the step, which has begun.
+            freed_bytes: as in :class:`GrowthBetweenSteps`.
+        """
+        readings = value_or_none(PEAK, read_held, self._device_memory, batch, self._device)
+        if readings is not None:
+            self.growth = GrowthBetweenSteps(readings[1], self._after_step or 0, freed_bytes)
 
 
 def _has_reset(device_memory: DeviceMemory) -> bool:
@@ -227,7 +219,7 @@ def _has_reset(device_memory: DeviceMemory) -> bool:
     return True
 
 
-def held_bytes(device_memory: DeviceMemory, batch: object, device: torch.device) -> tuple[int, int]:
+def read_held(device_memory: DeviceMemory, batch: object, device: torch.device) -> tuple[int, int]:
     """Return the peak since its reset, and the bytes that this process holds without a batch."""
     peak_bytes, count_bytes = device_memory.peak_and_private_bytes()
     # On the host a batch may lie in memory that is shared with the workers of its loader.

@@ -28,6 +28,9 @@ _BLOCK_NUMBER = re.compile(r"\b\d+\.")
 
 def summary_text(summary: Summary) -> str:
     """Return what limits a run, its tables, and its other numbers below them."""
+    if summary.steps == 1:
+        # The parts of its peak are not known.
+        return headline(summary)
     blocks = [summary.conclusion]
     if summary.memory.peak_bytes is not None:
         title = f"Memory of a {STAGES[summary.stage]} step ({device_text(summary.device)})"

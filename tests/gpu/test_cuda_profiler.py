@@ -87,3 +87,69 @@ def test_gradients_that_are_accumulated_are_not_kept(device, native, size_mib):
     assert 16 * MIB <= breakdown.gradients_bytes < 17 * MIB
     # The peak is in the last of 16 steps.
     assert breakdown.kept_bytes == 11 * size_mib * MIB
+
+
+class Wide(BoringModel):
+    """Its gradients take 64 MiB, which a validation frees. The second epoch runs out of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.nn.Linear(32, 2**19, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            block(2**20, self.device)
+        return {"loss": self.wide(batch).square().mean()}
+
+
+@pytest.mark.parametrize("size_mib", [64, 0])
+def test_what_a_callback_keeps_after_a_validation_has_grown(device, native, size_mib):
+    held = []
+    hook = At(on_train_epoch_end=lambda *_: held.append(block(size_mib, device)))
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+        profiled(Wide(), hook, limit_val_batches=1)
+    (note,) = [one for one in error.value.__notes__ if "memory ran out" in one]
+    assert ("has grown by 64.0 MiB after step 7." in note) == bool(size_mib)
+    assert ("has grown" in note) == bool(size_mib)
+
+
+def test_a_larger_batch_has_not_grown(device, native):
+    class Larger(Wide):
+        def __init__(self):
+            super().__init__()
+            # A part of its block stays unsplit.
+            self.sizes = [1] * 8 + [110_000]
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(
+                [torch.zeros(size, 32) for size in self.sizes], batch_size=None
+            )
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 8:
+                block(2**20, self.device)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+        profiled(Larger(), limit_train_batches=9)
+    (note,) = [one for one in error.value.__notes__ if "memory ran out" in one]
+    assert "in train step 8 with a batch of 110,000 samples" in note
+    assert "has grown" not in note
+
+
+@pytest.mark.parametrize("stage", ["fit", "predict"])
+def test_a_list_that_grows_has_grown(device, native, stage):
+    class Grows(Keeps):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 7:
+                block(2**20, self.device)
+            return super().training_step(batch, batch_idx)
+
+        def predict_step(self, batch, batch_idx):
+            return self.training_step(batch, batch_idx)
+
+    trainer = gpu_trainer(MemoryProfiler(csv=False), max_epochs=1, limit_val_batches=0)
+    with pytest.raises(torch.cuda.OutOfMemoryError) as error:
+        getattr(trainer, stage)(Grows(8))
+    # The parts are measured at the start of step 1, which has what step 0 keeps.
+    assert "has grown by 48.0 MiB after step 0." in " ".join(error.value.__notes__)
