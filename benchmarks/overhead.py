@@ -4,7 +4,8 @@ Lightning's DeviceStatsMonitor and ThroughputMonitor and this package's MemoryPr
 CSV) run in one Trainer with a CSVLogger, on a small network. A profiler of Lightning times their
 hooks. Each run takes the mean over its steps after a warm-up, with the callbacks in another order;
 the table has medians over the runs. The time of a hook is that above the same hook of a callback
-that does nothing, which Lightning and the clock take.
+that does nothing, which Lightning and the clock take. Calls that MemoryProfiler adds to Lightning's
+loop are not counted: the request of a batch, and the end of the work of a step.
 
 On the host the time is CPU time. Next to busy processes a hook with ``getrusage``, in which
 MemoryProfiler reads a peak, also lasts until the process runs again: the kernel counts the time of

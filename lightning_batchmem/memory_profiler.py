@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_batchmem._lightning.profiled_stage import PlacedBatch, log_dir_of
+from lightning_batchmem._lightning.profiled_stage import log_dir_of
 from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, stop_progress_bar
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
@@ -170,8 +170,8 @@ class MemoryProfiler(Callback):
     def run_peak_bytes(self) -> int | None:
         """Highest allocated bytes in this run so far; after its end, of the whole run.
 
-        Between two steps they are read after a checkpoint, an evaluation and an epoch, after each
-        step if your callbacks or your module have a hook there, and at some other steps.
+        Between two steps they are read after a checkpoint, an evaluation and an epoch, where hooks
+        of yours run, and at some steps after one with another peak.
         """
         return self._run_peak_bytes if self._run is None else self._run.peaks.run_bytes or None
 
@@ -242,7 +242,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         """Begin a step."""
         if self._run is not None:
-            placed = PlacedBatch(batch, batch_idx, dataloader_idx)
+            placed = (batch, batch_idx, dataloader_idx)
             self._phases = self._run.begin_step(pl_module, placed)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -271,7 +271,7 @@ class MemoryProfiler(Callback):
         """End a step, and log the training if it is due."""
         self._phases = None
         if self._run is not None:
-            self._run.end_step(trainer, PlacedBatch(batch, batch_idx, dataloader_idx))
+            self._run.end_step(trainer, (batch, batch_idx, dataloader_idx))
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 

@@ -1032,8 +1032,9 @@ class WithoutHooks(Net):
     on_train_batch_end = LightningModule.on_train_batch_end
 
 
+@pytest.mark.parametrize("grows", [False, True])
 def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in_use(
-    tmp_path, device_memory, monkeypatch, clock
+    tmp_path, device_memory, monkeypatch, clock, grows
 ):
     device_memory.as_host()
     readings = []
@@ -1043,12 +1044,13 @@ def test_most_steps_of_a_long_training_neither_call_hooks_nor_read_the_memory_in
         device_memory, "peak_and_private_bytes", lambda: readings.append(0) or read()
     )
     count = At(on_before_backward=lambda trainer, _: hooks.append(hooks_on(trainer.optimizers)))
-    module = WithoutHooks()
+    module = WithoutHooks(lambda *_: device_memory.keep(grows * len(hooks) * MIB))
     profiled(tmp_path, module, count, loader=data(samples=800))
     # The hook is removed after the step of the breakdown, which has a reading of its own.
     assert hooks == [1, 1, *[0] * 198]
-    # The memory is also read before the first step, and after the last one.
-    assert len(readings) == 137 + 1 + 3
+    # The memory is also read before the first two steps, and twice after the last one. Where the
+    # peak grows it is read before 136 more.
+    assert len(readings) == 1 + 4 + grows * 136
 
 
 def test_the_retries_of_the_allocator_since_the_run_began_are_a_curve(

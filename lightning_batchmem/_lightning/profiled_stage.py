@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Trainer
@@ -28,15 +28,11 @@ _LOG_DIRS: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 _LOADERS = "The batch size of the loaders"
 
 
-class PlacedBatch(NamedTuple):
-    """A batch, its number in its loader, and the number of the loader.
+PlacedBatch = tuple[object, int, int]
+"""A batch, its number in its loader, and the number of the loader.
 
-    The loader has a number where loaders follow each other.
-    """
-
-    batch: object
-    number: int
-    loader_number: int
+The loader has a number where loaders follow each other.
+"""
 
 
 class BatchSamples:
@@ -255,7 +251,12 @@ def logs_now(trainer: Trainer, step: int) -> bool:
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     if not interval or ((step + 1) % interval and not trainer.should_stop):
         return False
-    return not accumulates(trainer) or not trainer.lightning_module.automatic_optimization
+    return (
+        # Each batch steps then, and this runs at each log.
+        trainer.accumulate_grad_batches == 1
+        or not accumulates(trainer)
+        or not trainer.lightning_module.automatic_optimization
+    )
 
 
 def logs_at_all(trainer: Trainer) -> bool:

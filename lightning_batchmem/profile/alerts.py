@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.records import MIB, counted, mib
-from lightning_batchmem.profile.step import Interval, Step, Times
+from lightning_batchmem.profile.step import Step, Times, Totals
 
 if TYPE_CHECKING:
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed
@@ -93,11 +93,10 @@ class Alerts:
         self._leaks = LeakDetector(granularity_bytes)
         self._waited = Times()
 
-    def take(self, interval: Interval) -> None:
+    def take(self, totals: Totals) -> None:
         """Check the steps since the last call."""
-        totals = interval.totals
-        limit_bytes = interval.reading.limit_bytes or 0
-        for step in interval.steps:
+        limit_bytes = totals.reading.limit_bytes or 0
+        for step in totals.each:
             if step.start_bytes is not None:
                 self._check_growth(step, step.start_bytes, limit_bytes)
         # The live peak of steps with CUDA graphs is not known.
@@ -106,10 +105,10 @@ class Alerts:
         # What grows would fill the memory at a smaller size too.
         if limit_bytes and is_nearly_full and "leak" not in self.issued:
             self.issue("nearly full", peak=mib(peak_bytes), limit=mib(limit_bytes))
-        if count := interval.reading.num_ooms:
+        if count := totals.reading.num_ooms:
             self.issue("failed", count=counted(count, "time"))
         # A device may work while its process waits, so a wait counts only with the utilization.
-        if interval.reading.busy_percent is not None and interval.stage == self._stage:
+        if totals.reading.busy_percent is not None and totals.stage == self._stage:
             self._check_wait(totals.times)
 
     def _check_growth(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
@@ -131,7 +130,7 @@ class Alerts:
         """Add the steps since the last call, and check the wait once they are enough."""
         self._waited.add(times)
         waited = self._waited
-        seconds = waited.seconds_of_busy
+        seconds = waited.seconds
         if waited.steps < _MIN_STEPS or seconds < _MIN_SECONDS:
             return
         self._waited = Times()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -18,39 +17,9 @@ from lightning_batchmem._lightning.profiled_stage import logs_at_all
 from lightning_batchmem._lightning.trainer_state import is_of_lightning
 from lightning_batchmem.devices.foreign_values import error_text
 from lightning_batchmem.plan.records import MIB
-from lightning_batchmem.profile.flop_step import FlopRate, FlopStep
+from lightning_batchmem.profile.flop_step import FlopStep
 from lightning_batchmem.profile.run_folder import CSV_NAME
-from lightning_batchmem.profile.step import UNREAD, DeviceReading, Interval
-
-_NO_FLOPS = FlopRate()
-
-
-class Record(NamedTuple):
-    """What the cells of a row are made of, or the metrics of an interval; None is unknown."""
-
-    # A Step or Totals, which have the same names.
-    steps: Any
-    reading: DeviceReading
-    step_seconds: float | None
-    samples_per_second: float | None
-    items_per_second: float | None
-    wait_share: float | None
-    limit_bytes: int | None = None
-    flops: FlopRate = _NO_FLOPS
-
-    @property
-    def peak_allocated_bytes(self) -> int | None:
-        # Only an allocator reserves memory; without one a peak is the process's.
-        return None if self.steps.peak_reserved_bytes is None else self.steps.peak_bytes
-
-    @property
-    def peak_process_bytes(self) -> int | None:
-        return self.steps.peak_bytes if self.steps.peak_reserved_bytes is None else None
-
-    @property
-    def used_share(self) -> float | None:
-        held_bytes = self.peak_process_bytes or self.steps.peak_reserved_bytes
-        return held_bytes / self.limit_bytes if held_bytes and self.limit_bytes else None
+from lightning_batchmem.profile.step import UNREAD, DeviceReading, Step, Totals
 
 
 class Column(NamedTuple):
@@ -58,19 +27,15 @@ class Column(NamedTuple):
 
     Args:
         metric: the name in the loggers; without a group it is only in the CSV.
-        place: its place in a :class:`Record`.
         meaning: what it is, for the documentation; empty where the column before says it.
         factor: converts it to the unit; None for what is no measure.
         in_csv: whether the CSV has it.
-        is_constant: whether it is logged only where it changes.
     """
 
     metric: str
-    place: str
     meaning: str
     factor: float | None = None
     in_csv: bool = True
-    is_constant: bool = False
 
     @property
     def name(self) -> str:
@@ -83,63 +48,53 @@ _MIB = 1 / MIB
 COLUMNS = (
     Column(
         "step",
-        "steps.number",
         "number of the batch from 0; `train`, `validate`, `test` or `predict`",
     ),
-    Column("stage", "steps.stage", ""),
+    Column("stage", ""),
     Column(
         "speed/batch_size",
-        "steps.batch_size",
         "samples on this rank (`items_fn` counts others); logged if it changes",
-        is_constant=True,
     ),
     Column(
         "memory/peak_allocated_mib",
-        "peak_allocated_bytes",
         "the highest memory inside the step, in MiB of 2^20 bytes. On a GPU *allocated* is what"
         " tensors take and *reserved* what the process takes for them, as PyTorch counts both; on a"
         " CPU there is only what the *process* takes",
         _MIB,
     ),
-    Column("memory/peak_reserved_mib", "steps.peak_reserved_bytes", "", _MIB),
-    Column("memory/peak_process_mib", "peak_process_bytes", "", _MIB),
+    Column("memory/peak_reserved_mib", "", _MIB),
+    Column("memory/peak_process_mib", "", _MIB),
     Column(
         "memory/limit_mib",
-        "reading.limit_bytes",
         "the limit of *reserved* or *process*, read at a log, at most once a second",
         _MIB,
     ),
     Column(
         "memory/used_pct",
-        "used_share",
         "*reserved* or *process* in per cent of the limit",
         100,
         in_csv=False,
     ),
     Column(
         "speed/samples_per_s",
-        "samples_per_second",
         "from one request of a batch to the next, without evaluation and checkpoints; of all ranks",
         1,
     ),
-    Column("speed/items_per_s", "items_per_second", "", 1),
-    Column("speed/step_ms", "step_seconds", "", 1e3),
+    Column("speed/items_per_s", "", 1),
+    Column("speed/step_ms", "", 1e3),
     Column(
         "speed/data_wait_pct",
-        "wait_share",
         "the share of that time until the batch arrived",
         100,
     ),
     Column(
         "speed/gpu_utilization_pct",
-        "reading.gpu_percent",
         "busy share since the last reading; of a GPU by all processes on it",
         1,
     ),
-    Column("speed/cpu_utilization_pct", "reading.cpu_percent", "", 1),
+    Column("speed/cpu_utilization_pct", "", 1),
     Column(
         "peak_before_mib",
-        "steps.before_bytes",
         "the highest memory between this step and the one before; it is read after a checkpoint, an"
         " evaluation and an epoch, and after each step if your callbacks or your module have a hook"
         " there",
@@ -147,30 +102,51 @@ COLUMNS = (
     ),
     Column(
         "memory/num_alloc_retries",
-        "reading.num_alloc_retries",
         "CUDA, from the first time on: how often the allocator released its cache and tried again,"
         " and how often there was still no memory",
         1,
         in_csv=False,
     ),
-    Column("memory/num_ooms", "reading.num_ooms", "", 1, in_csv=False),
+    Column("memory/num_ooms", "", 1, in_csv=False),
     Column(
         "speed/tflops_per_device",
-        "flops.tflops_per_device",
         "with `flops=True` ([below](#floating-point-operations))",
         1,
         in_csv=False,
     ),
-    Column("speed/mfu_pct", "flops.mfu_pct", "", 1, in_csv=False),
+    Column("speed/mfu_pct", "", 1, in_csv=False),
 )
 
 
+_FACTORS = {column.metric: column.factor or 1 for column in COLUMNS}
 _CELLS = [column for column in COLUMNS if column.in_csv]
-_METRICS = [column for column in COLUMNS if "/" in column.metric]
-_FACTORS = [column.factor for column in _CELLS]
-# Each reads all of them from a record in one call.
-_read_cells = attrgetter(*(column.place for column in _CELLS))
-_read_metrics = attrgetter(*(column.place for column in _METRICS))
+
+
+def _peak_name(totals: Totals) -> str:
+    # Only an allocator reserves memory; without one a peak is the process's.
+    if totals.peak_reserved_bytes is None:
+        return "memory/peak_process_mib"
+    return "memory/peak_allocated_mib"
+
+
+def _of_reading(reading: DeviceReading) -> dict[str, float | None]:
+    return {
+        "memory/limit_mib": reading.limit_bytes,
+        "speed/gpu_utilization_pct": reading.gpu_percent,
+        "speed/cpu_utilization_pct": reading.cpu_percent,
+        "memory/num_alloc_retries": reading.num_alloc_retries,
+        "memory/num_ooms": reading.num_ooms,
+    }
+
+
+def _rates(
+    amounts: Sequence[float | None], seconds: Sequence[float], factor: float = 1.0
+) -> list[float | None]:
+    """Return the amount of a second in each step; None where it is unknown."""
+    return [
+        None if amount is None or of_step <= 0 else factor * amount / of_step
+        for amount, of_step in zip(amounts, seconds, strict=True)
+    ]
 
 
 class StepCsv:
@@ -180,7 +156,7 @@ class StepCsv:
         file: the file, which is empty. It is closed at the end, and after an error.
         world_size: the number of ranks.
         has_exact_times: whether the time of each step is known. On a device, which works while the
-            host goes on, only the mean time of the steps of an interval is.
+            host goes on, only the mean time of the steps between two readings is.
     """
 
     def __init__(self, file: TextIO, *, world_size: int = 1, has_exact_times: bool = True) -> None:
@@ -190,12 +166,12 @@ class StepCsv:
         self._rows = csv.writer(file)
         self._rows.writerow([column.name for column in _CELLS])
 
-    def take(self, interval: Interval) -> None:
+    def take(self, totals: Totals) -> None:
         """Write the steps, so that another process can read them."""
         if self._file.closed:
             return
         try:
-            self._rows.writerows(self._cells(interval))
+            self._rows.writerows(zip(*self._columns(totals), strict=True))
             self._file.flush()
         except OSError as error:
             # Closing the file flushes it again, which may fail too.
@@ -209,29 +185,37 @@ class StepCsv:
         except OSError as error:
             rank_zero_warn(f"{self._file.name} lacks its last rows: {error}")
 
-    def _cells(self, interval: Interval) -> Iterator[list[object]]:
-        """Yield the cells of each row; unknown ones are empty."""
-        mean_seconds = None if self._has_exact_times else interval.totals.times.step_seconds
-        for step in interval.steps:
-            seconds = step.seconds if step.is_first else mean_seconds or step.seconds
-            ranks_per_second = self._world_size / seconds if seconds > 0 else None
-            record = Record(
-                step,
-                # The device was read at the end of the last step.
-                interval.reading if step is interval.steps[-1] else UNREAD,
-                seconds,
-                _product(step.batch_size, ranks_per_second),
-                _product(step.items, ranks_per_second),
-                _product(step.wait_seconds, 1 / step.seconds if step.seconds > 0 else None),
-            )
-            yield [
-                value if value is None or factor is None else f"{value * factor:.3f}"
-                for factor, value in zip(_FACTORS, _read_cells(record), strict=True)
-            ]
-
-
-def _product(value: float | None, factor: float | None) -> float | None:
-    return None if value is None or factor is None else factor * value
+    def _columns(self, totals: Totals) -> Iterator[Iterable[object]]:
+        """Yield the cells of each column; unknown ones are empty."""
+        steps = totals.each
+        # Each field has the values of all steps.
+        of_steps: Any = Step._make(zip(*steps, strict=True))
+        mean_seconds = None if self._has_exact_times else totals.times.step_seconds
+        seconds = [
+            step.seconds if step.is_first else mean_seconds or step.seconds for step in steps
+        ]
+        values = {
+            "step": of_steps.number,
+            "stage": of_steps.stage,
+            "speed/batch_size": of_steps.batch_size,
+            _peak_name(totals): of_steps.peak_bytes,
+            "memory/peak_reserved_mib": of_steps.peak_reserved_bytes,
+            "speed/samples_per_s": _rates(of_steps.batch_size, seconds, self._world_size),
+            "speed/items_per_s": _rates(of_steps.items, seconds, self._world_size),
+            "speed/step_ms": seconds,
+            "speed/data_wait_pct": _rates(of_steps.wait_seconds, of_steps.seconds),
+            "peak_before_mib": of_steps.before_bytes,
+        }
+        unknown = [None] * len(steps)
+        for name, value in _of_reading(totals.reading).items():
+            # The device was read at the end of the last step.
+            values[name] = [*unknown[1:], value]
+        for column in _CELLS:
+            cells = values.get(column.metric, unknown)
+            factor = column.factor
+            if factor is not None:
+                cells = ["" if value is None else f"{value * factor:.3f}" for value in cells]
+            yield cells
 
 
 Row = dict[str, Any]
@@ -265,27 +249,27 @@ def _read_row(cells: Mapping[str, str]) -> Row:
 
 @dataclass
 class LoggerMetrics:
-    """Sends the metrics of each interval to the loggers of a Trainer.
+    """Sends the metrics of the steps between two logs to the loggers of a Trainer.
 
     Args:
         loggers: the loggers; one that raises an error gets no more metrics.
         world_size: the number of ranks, which have batches of this rank's size.
         flops: the counted operations of a step; None if they are not counted.
         limit_bytes: what this process may take, as it was read last; None if it is unknown.
-        logged: the last values of what is logged where it changes.
+        batch_sizes: the last one of each stage, which is logged where it changes.
     """
 
     loggers: list[Logger]
     world_size: int
     flops: FlopStep | None = None
     limit_bytes: int | None = None
-    logged: dict[str, Any] = field(default_factory=dict)
+    batch_sizes: dict[str, int] = field(default_factory=dict)
 
-    def take(self, interval: Interval, reading: DeviceReading, logging_step: int) -> None:
+    def take(self, totals: Totals, logging_step: int) -> None:
         """Log the metrics of the steps since the last log, and of the device at their end."""
         if not self.loggers:
             return
-        metrics = self.metrics(interval, reading)
+        metrics = self.metrics(totals)
         for logger in list(self.loggers):
             try:
                 logger.log_metrics(dict(metrics), step=logging_step)
@@ -297,45 +281,48 @@ class LoggerMetrics:
                     f" {error_text(error)}"
                 )
 
-    def metrics(self, interval: Interval, reading: DeviceReading) -> dict[str, float]:
+    def metrics(self, totals: Totals) -> dict[str, float]:
         """Return the metrics of the steps, without the unknown ones.
 
         The first step and other slow ones have no speed, if no steady one is among the steps.
         Those of an evaluation have its stage at the end, as in ``speed/step_ms_validate``.
         """
-        times = interval.totals.steady
-        is_training = interval.stage == "train"
-        self.limit_bytes = reading.limit_bytes or self.limit_bytes
-        flops = _NO_FLOPS
-        if not is_training:
+        times = totals.steady
+        reading = totals.reading
+        self.limit_bytes = limit_bytes = reading.limit_bytes or self.limit_bytes
+        held_bytes = totals.peak_reserved_bytes or totals.peak_bytes
+        values = {
+            _peak_name(totals): totals.peak_bytes,
+            "memory/peak_reserved_mib": totals.peak_reserved_bytes,
+            "memory/used_pct": held_bytes / limit_bytes if held_bytes and limit_bytes else None,
+            "speed/samples_per_s": times.per_second("samples", self.world_size),
+            "speed/items_per_s": times.per_second("items", self.world_size),
+            "speed/step_ms": times.step_seconds if times.steps else None,
+            "speed/data_wait_pct": times.per_second("wait"),
+        }
+        stage = totals.stage
+        batch_size = totals.batch_size
+        if batch_size is not None and batch_size != self.batch_sizes.get(stage):
+            self.batch_sizes[stage] = batch_size
+            values["speed/batch_size"] = float(batch_size)
+        is_training = stage == "train"
+        if reading is not UNREAD:
             # What belongs to the whole run is logged in the training only.
-            reading = DeviceReading(
-                gpu_percent=reading.gpu_percent, cpu_percent=reading.cpu_percent
-            )
-        elif self.flops is not None:
+            values |= {
+                name: value
+                for name, value in _of_reading(reading).items()
+                if is_training or name.startswith("speed/")
+            }
+        if is_training and self.flops is not None:
             flops = self.flops.rate(times.per_second("samples"))
-        record = Record(
-            interval.totals,
-            reading,
-            times.step_seconds if times.steps else None,
-            times.per_second("samples", self.world_size),
-            times.per_second("items", self.world_size),
-            times.per_second("wait"),
-            self.limit_bytes,
-            flops,
-        )
-        metrics = {}
-        for column, value in zip(_METRICS, _read_metrics(record), strict=True):
-            if value is None:
-                continue
-            name = column.metric if is_training else f"{column.metric}_{interval.stage}"
-            if column.is_constant:
-                # Each value takes time in a logger.
-                if value == self.logged.get(name):
-                    continue
-                self.logged[name] = value
-            metrics[name] = float(value) if column.factor is None else value * column.factor
-        return metrics
+            values["speed/tflops_per_device"] = flops.tflops_per_device
+            values["speed/mfu_pct"] = flops.mfu_pct
+        suffix = "" if is_training else f"_{stage}"
+        return {
+            name + suffix: value * _FACTORS[name]
+            for name, value in values.items()
+            if value is not None
+        }
 
 
 def loggers_of(trainer: Trainer, *, all_loggers: bool) -> list[Logger]:

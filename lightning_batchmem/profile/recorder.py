@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +30,7 @@ from lightning_batchmem.search.compiled import compiled_frames
 # Other hooks of a callback are followed by a reading, or are a part of a step.
 _HOOKS = ("on_train_batch", "on_validation_batch", "on_test_batch", "on_predict_batch")
 
-_NO_BATCH = PlacedBatch(None, 0, 0)
+_NO_BATCH: PlacedBatch = (None, 0, 0)
 
 
 class StepClock:
@@ -52,18 +51,14 @@ class StepClock:
         self.stage = stage
         # The steps that have begun.
         self.steps = 0
+        # The number of the last one.
+        self.number = first_number - 1
         self.in_step = False
-        self._first_number = first_number
         self._begin = 0.0
         # The end of the time, which is after the end of the step; None before it.
         self._end: float | None = 0.0
         self._requested: float | None = None
         self._wait_seconds: float | None = None
-
-    @property
-    def number(self) -> int:
-        """Number of the last step."""
-        return self._first_number + self.steps - 1
 
     def request(self) -> None:
         """Note the request of a batch, which ends the time of the step before."""
@@ -78,12 +73,14 @@ class StepClock:
 
     def restart(self) -> None:
         """Count the steps from the first one again."""
+        self.number -= self.steps
         self.steps = 0
 
     def forget(self) -> None:
         """Forget a step that has begun without an end, and the request for its batch."""
         if self.in_step:
             self.steps -= 1
+            self.number -= 1
         self.in_step = False
         self._requested = None
 
@@ -100,6 +97,7 @@ class StepClock:
     def start(self, arrived: float) -> None:
         """Begin a step, whose batch has arrived at this time."""
         self.steps += 1
+        self.number += 1
         self.in_step = True
         self._begin = arrived if self._requested is None else self._requested
         self._wait_seconds = None if self._requested is None else arrived - self._requested
@@ -192,8 +190,9 @@ class StepRecorder:
         self._compiled = compiled_frames()
         # What was read before the step that runs: the peak since the last one, and what is held.
         self._before: tuple[int | None, int | None] = (None, None)
-        # Makes the step that has ended, once its time is known.
-        self._ended: Callable[..., Step] | None = None
+        # Of a step that has ended, until its time is known: samples, items, both peaks, and whether
+        # a measurement slowed it. None without such a step.
+        self._ended: tuple[int | None, float | None, int | None, int | None, bool] | None = None
 
     def skip(self) -> None:
         """Forget a step that has begun without an end, and the wait for its batch.
@@ -228,13 +227,15 @@ class StepRecorder:
         clock = self.clock
         clock.start(arrived)
         self._batch = batch
-        self._has_graphs = replays_graphs(self._device)
+        # Only a program of torch.compile has graphs, and this runs in every step.
+        self._has_graphs = bool(self._compiled) and replays_graphs(self._device)
         is_of_run = clock is self.run_clock
-        self._before = self.memory.start(batch.batch, clock.steps if is_of_run else 0)
-        breakdown = self.steady.begin(module, batch.batch, clock.number) if is_of_run else None
+        data = batch[0]
+        self._before = self.memory.start(data, clock.steps if is_of_run else 0)
+        breakdown = self.steady.begin(module, data, clock.number) if is_of_run else None
         if breakdown is None:
             return None
-        self.memory.begin_growth(batch.batch, breakdown.freed_bytes)
+        self.memory.begin_growth(data, breakdown.freed_bytes)
         # This time does not belong to the step.
         clock.leave_out(clock.now() - arrived)
         return breakdown.phases
@@ -264,24 +265,8 @@ class StepRecorder:
         growth = self.memory.growth
         kept_bytes = 0 if growth is None else growth.grown_bytes
         is_slowed = is_of_run and self.steady.end(samples, peak_bytes, kept_bytes)
-        # What is compiled takes seconds, and what is new to the device or the loader may too.
-        compiled = compiled_frames()
-        is_first = clock.steps == 1 or compiled != self._compiled
-        self._compiled = compiled
-        before_bytes, start_bytes = self._before
-        self._ended = partial(
-            Step,
-            number=number,
-            stage=clock.stage,
-            batch_size=samples,
-            peak_bytes=peak_bytes,
-            peak_reserved_bytes=reserved_bytes,
-            start_bytes=start_bytes,
-            items=self._counter.items(batch.batch),
-            is_slowed=is_slowed,
-            is_first=is_first,
-            before_bytes=before_bytes,
-        )
+        items = self._counter.items(batch[0])
+        self._ended = (samples, items, peak_bytes, reserved_bytes, is_slowed)
         return True
 
     def complete(self) -> Step | None:
@@ -290,8 +275,28 @@ class StepRecorder:
         if ended is None:
             return None
         self._ended = None
-        seconds, wait_seconds = self.clock.seconds()
-        return ended(seconds=seconds, wait_seconds=wait_seconds)
+        clock = self.clock
+        seconds, wait_seconds = clock.seconds()
+        samples, items, peak_bytes, reserved_bytes, is_slowed = ended
+        # What is compiled takes seconds, and what is new to the device or the loader may too.
+        compiled = compiled_frames()
+        is_first = clock.steps == 1 or compiled != self._compiled
+        self._compiled = compiled
+        before_bytes, start_bytes = self._before
+        return Step(
+            number=clock.number,
+            stage=clock.stage,
+            batch_size=samples,
+            seconds=seconds,
+            wait_seconds=wait_seconds,
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            start_bytes=start_bytes,
+            items=items,
+            is_slowed=is_slowed,
+            is_first=is_first,
+            before_bytes=before_bytes,
+        )
 
     def close(self) -> None:
         """Read the memory after the last step, and remove all hooks."""

@@ -31,7 +31,7 @@ from lightning_batchmem.profile.device_reader import DeviceReader
 from lightning_batchmem.profile.recorder import StepRecorder
 from lightning_batchmem.profile.run_folder import PLAN_NAME, RunFolder, summary_name
 from lightning_batchmem.profile.steady_steps import Options
-from lightning_batchmem.profile.step import UNREAD, DeviceReading, Interval, Step, Totals
+from lightning_batchmem.profile.step import UNREAD, DeviceReading, Step, Totals
 from lightning_batchmem.profile.step_memory import peaks_of_ranks
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 from lightning_batchmem.profile.text import fits_text
@@ -44,7 +44,7 @@ class Takers:
     """All that take the steps of a run.
 
     The loggers get the steps of each log. The others get those between two readings of the device
-    as one interval, because many steps at a time take less time.
+    together, because many steps at a time take less time.
 
     Args:
         loggers: the loggers of the Trainer.
@@ -58,27 +58,25 @@ class Takers:
         # By stage.
         self.totals: defaultdict[str, Totals] = defaultdict(Totals)
         self._csv = csv
-        # Those of each log since the last reading.
-        self._logged: list[Interval] = []
+        # Those since the last reading, all of one stage.
+        self._steps: list[Step] = []
 
-    def keep(self, logged: Interval) -> None:
+    def keep(self, steps: list[Step]) -> None:
         """Keep the steps of a log until the next reading of the device."""
-        self._logged.append(logged)
+        self._steps += steps
 
     def flush(self, reading: DeviceReading) -> None:
         """Use all steps since the last call, with the reading of the device at their end."""
-        if not self._logged:
+        if not self._steps:
             return
-        interval, *later = self._logged
+        totals = Totals(self._steps, reading)
         # After an error in a taker, the others must not take the steps twice.
-        self._logged = []
-        interval.extend(later)
-        interval.end(reading)
-        self.totals[interval.stage].add(interval.totals)
+        self._steps = []
+        self.totals[totals.stage].add(totals)
         # The file comes first, because an alert may end the run where warnings are errors.
         if self._csv is not None:
-            self._csv.take(interval)
-        self.alerts.take(interval)
+            self._csv.take(totals)
+        self.alerts.take(totals)
 
     def close(self) -> None:
         if self._csv is not None:
@@ -275,12 +273,12 @@ class Run:
         self._is_due = False
         if not self._steps:
             return
-        logged = Interval(self._steps)
+        steps = self._steps
         self._steps = []
         # They are kept even if a reading fails, or a logger is interrupted.
-        self._takers.keep(logged)
+        self._takers.keep(steps)
         reading = self._reader.read()
-        self._takers.loggers.take(logged, reading or UNREAD, self._logging_step)
+        self._takers.loggers.take(Totals(steps, reading or UNREAD), self._logging_step)
         if reading is not None:
             self._takers.flush(reading)
 

@@ -196,6 +196,8 @@ class SteadySteps:
         self._to_measure = [one for one in (self.flops, self.modules) if one is not None]
         self._measured: ModuleStep | FlopStep | None = None
         self._is_steady = False
+        # Whether the breakdown or another measurement may be left.
+        self._is_pending = True
         self._hooks = StepHooks()
         # Without a hook, the state is steady after the first step.
         self._is_noted = self._note_steps()
@@ -219,7 +221,7 @@ class SteadySteps:
         if self._may_have_changed:
             self._may_have_changed = False
             self._compare()
-        if not self._is_steady:
+        if not (self._is_pending and self._is_steady):
             return None
         breakdown = self.breakdown
         if breakdown is not None and breakdown.is_due:
@@ -228,7 +230,8 @@ class SteadySteps:
                 self.breakdown = None
             return self.breakdown
         self._hooks.remove()
-        if self._to_measure:
+        self._is_pending = bool(self._to_measure)
+        if self._is_pending:
             self._begin_measurement(self._to_measure.pop(), module, batch)
         return None
 
@@ -284,6 +287,7 @@ class SteadySteps:
             return
         if value_or_none(_BREAKDOWN, breakdown.has_changed):
             self._is_steady = False
+            self._is_pending = True
             self._is_noted = self._note_steps()
             breakdown.forget()
             if self.modules is not None and self.modules.peak is not None:

@@ -1,9 +1,8 @@
-"""Steps of a run, totals over them, and the intervals that takers get."""
+"""Steps of a run, and totals over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -54,25 +53,43 @@ class DeviceReading(NamedTuple):
 UNREAD = DeviceReading()
 
 
-@dataclass(slots=True)
 class Times:
     """Totals of the time of steps, constant in size.
 
-    Each amount has the wall seconds of the steps in which it is known.
+    Args:
+        steps: the steps.
+        busy_percent: the utilization of the device in them; None if it is unknown.
     """
 
-    steps: int = 0
-    seconds: float = 0.0
-    samples: float = 0.0
-    seconds_of_samples: float = 0.0
-    items: float = 0.0
-    seconds_of_items: float = 0.0
-    # Seconds before the batch arrived.
-    wait: float = 0.0
-    seconds_of_wait: float = 0.0
-    # Per cent times seconds.
-    busy: float = 0.0
-    seconds_of_busy: float = 0.0
+    def __init__(self, steps: Sequence[Step] = (), busy_percent: float | None = None) -> None:
+        self.steps = len(steps)
+        self.seconds = 0.0
+        samples = seconds_of_samples = 0.0
+        items = seconds_of_items = 0.0
+        wait = seconds_of_wait = 0.0
+        for step in steps:
+            seconds = step.seconds
+            self.seconds += seconds
+            if step.wait_seconds is not None:
+                wait += step.wait_seconds
+                seconds_of_wait += seconds
+            if step.batch_size is not None and not step.is_slowed:
+                samples += step.batch_size
+                seconds_of_samples += seconds
+            if step.items is not None and not step.is_slowed:
+                items += step.items
+                seconds_of_items += seconds
+        # Each amount, and the wall seconds of the steps in which it is known.
+        self._amounts = {
+            "samples": (samples, seconds_of_samples),
+            "items": (items, seconds_of_items),
+            # The seconds before the batch arrived.
+            "wait": (wait, seconds_of_wait),
+            # Per cent times seconds.
+            "busy": (0.0, 0.0),
+        }
+        if busy_percent is not None:
+            self._amounts["busy"] = (busy_percent * self.seconds, self.seconds)
 
     @property
     def step_seconds(self) -> float:
@@ -81,91 +98,76 @@ class Times:
 
     def per_second(self, name: str, factor: float = 1.0) -> float | None:
         """Return ``factor`` times this amount of a second; None if no step has it."""
-        seconds = getattr(self, f"seconds_of_{name}")
-        return factor * getattr(self, name) / seconds if seconds else None
+        amount, seconds = self._amounts[name]
+        return factor * amount / seconds if seconds else None
 
     def add(self, other: Times) -> None:
         """Add the times of later steps."""
         self.steps += other.steps
         self.seconds += other.seconds
-        self.samples += other.samples
-        self.seconds_of_samples += other.seconds_of_samples
-        self.items += other.items
-        self.seconds_of_items += other.seconds_of_items
-        self.wait += other.wait
-        self.seconds_of_wait += other.seconds_of_wait
-        self.busy += other.busy
-        self.seconds_of_busy += other.seconds_of_busy
-
-    def add_step(self, step: Step) -> None:
-        seconds = step.seconds
-        self.steps += 1
-        self.seconds += seconds
-        if step.wait_seconds is not None:
-            self.wait += step.wait_seconds
-            self.seconds_of_wait += seconds
-        if step.batch_size is not None and not step.is_slowed:
-            self.samples += step.batch_size
-            self.seconds_of_samples += seconds
-        if step.items is not None and not step.is_slowed:
-            self.items += step.items
-            self.seconds_of_items += seconds
-
-    def add_busy(self, percent: float) -> None:
-        """Add the utilization in the time of these steps."""
-        self.busy += percent * self.seconds
-        self.seconds_of_busy += self.seconds
+        for name, (amount, seconds) in other._amounts.items():
+            before = self._amounts[name]
+            self._amounts[name] = (before[0] + amount, before[1] + seconds)
 
 
-@dataclass(slots=True)
 class Totals:
-    """Totals over steps, constant in size."""
+    """Totals over steps of one stage, which may follow each other between two readings of a device.
 
-    # The times of most steps, and of those that take longer for a reason of their own.
-    steady: Times = field(default_factory=Times)
-    slowed: Times = field(default_factory=Times)
-    first_seconds: float = 0.0
-    graph_steps: int = 0
-    # As far as batches show them.
-    samples: int = 0
-    # The step with the highest peak.
-    highest: Step | None = None
-    peak_reserved_bytes: int | None = None
-    # The last batch of an epoch often has fewer samples than a full one.
-    batch_size: int | None = None
+    Args:
+        each: the steps. Those of :meth:`add` are not kept, so that a run takes constant memory.
+        reading: the reading of the device after the last step; empty if it was not read.
+    """
+
+    def __init__(self, each: Sequence[Step] = (), reading: DeviceReading = UNREAD) -> None:
+        self.each = each
+        self.reading = reading
+        self.steps = len(each)
+        # Some steps take longer for a reason of their own. Means are without these, unless there
+        # are no others.
+        steady = [step for step in each if not (step.is_slowed or step.is_first)]
+        self.is_steady = bool(steady)
+        self.times = Times(steady or each, reading.busy_percent)
+        self.first_seconds = 0.0
+        # As far as batches show them.
+        self.samples = 0
+        self.graph_steps = 0
+        # The step with the highest peak.
+        self.highest: Step | None = None
+        self.peak_reserved_bytes: int | None = None
+        # The last batch of an epoch often has fewer samples than a full one.
+        self.batch_size: int | None = None
+        for step in each:
+            self.samples += step.batch_size or 0
+            # A step that replays CUDA graphs has a reserved peak only.
+            self.graph_steps += step.peak_bytes is None and step.peak_reserved_bytes is not None
+            self._add_largest(step, step)
 
     @property
-    def steps(self) -> int:
-        return self.steady.steps + self.slowed.steps
+    def stage(self) -> str:
+        return self.each[0].stage
 
     @property
-    def times(self) -> Times:
-        """The times that means are made of."""
-        return self.steady if self.steady.steps else self.slowed
+    def steady(self) -> Times:
+        """The times of steady steps; empty without any."""
+        return self.times if self.is_steady else Times()
 
     @property
     def peak_bytes(self) -> int | None:
         return None if self.highest is None else self.highest.peak_bytes
 
-    def add(self, other: Totals) -> None:
+    def add(self, later: Totals) -> None:
         """Add the totals of later steps."""
         if not self.steps:
-            self.first_seconds = other.first_seconds
-        self.steady.add(other.steady)
-        self.slowed.add(other.slowed)
-        self.graph_steps += other.graph_steps
-        self.samples += other.samples
-        self._add_largest(other, other.highest)
-
-    def add_steps(self, steps: Sequence[Step]) -> None:
-        if not self.steps:
-            self.first_seconds = steps[0].seconds
-        for step in steps:
-            (self.slowed if step.is_slowed or step.is_first else self.steady).add_step(step)
-            self.samples += step.batch_size or 0
-            # A step that replays CUDA graphs has a reserved peak only.
-            self.graph_steps += step.peak_bytes is None and step.peak_reserved_bytes is not None
-            self._add_largest(step, step)
+            self.first_seconds = later.each[0].seconds
+        self.steps += later.steps
+        if later.is_steady and not self.is_steady:
+            self.is_steady = True
+            self.times = Times()
+        if later.is_steady == self.is_steady:
+            self.times.add(later.times)
+        self.samples += later.samples
+        self.graph_steps += later.graph_steps
+        self._add_largest(later, later.highest)
 
     def _add_largest(self, other: Step | Totals, highest: Step | None) -> None:
         peak_bytes = other.peak_bytes
@@ -177,33 +179,3 @@ class Totals:
             self.peak_reserved_bytes = reserved_bytes
         if batch_size is not None and batch_size >= (self.batch_size or 0):
             self.batch_size = batch_size
-
-
-class Interval:
-    """Steps after each other, the totals over them, and the device at their end.
-
-    Args:
-        steps: the steps, at least one, and all of one stage.
-        reading: the reading of the device, as in :meth:`end`.
-    """
-
-    def __init__(self, steps: list[Step], reading: DeviceReading = UNREAD) -> None:
-        self.stage = steps[0].stage
-        self.steps = steps
-        self.totals = Totals()
-        self.totals.add_steps(steps)
-        self.end(reading)
-
-    def extend(self, later: Iterable[Interval]) -> None:
-        """Add the steps of the intervals that follow without a reading."""
-        for interval in later:
-            self.steps += interval.steps
-            self.totals.add(interval.totals)
-
-    def end(self, reading: DeviceReading) -> None:
-        """Add the reading of the device after the last step; empty if it was not read."""
-        self.reading = reading
-        percent = reading.busy_percent
-        if percent is not None:
-            self.totals.steady.add_busy(percent)
-            self.totals.slowed.add_busy(percent)

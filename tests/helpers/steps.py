@@ -1,6 +1,6 @@
 """Steps of a profile and intervals of them, made by hand."""
 
-from lightning_batchmem.profile.step import UNREAD, Interval, Step
+from lightning_batchmem.profile.step import UNREAD, Step, Totals
 
 MIB = 2**20
 
@@ -19,4 +19,4 @@ def step(number, peak, *, size=4, seconds=2.0, wait=0.5, reserved=None, items=No
 
 
 def interval(*steps, reading=UNREAD):
-    return Interval(list(steps), reading)
+    return Totals(steps, reading)

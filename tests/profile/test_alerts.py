@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.alerts import Alerts, LeakDetector, conclusion
-from lightning_batchmem.profile.step import DeviceReading, Interval, Step
+from lightning_batchmem.profile.step import DeviceReading, Step, Totals
 from lightning_batchmem.profile.step_memory import next_reading
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed
 from tests.helpers.steps import interval
@@ -222,7 +222,7 @@ def test_a_smaller_batch_is_no_advice_where_memory_grows():
     rules, _ = alerts()
     for number in range(200):
         use_bytes = GIB + 16 * number * MIB
-        rules.take(Interval([step(number, 4, use_bytes, use_bytes)], DeviceReading(4 * GIB)))
+        rules.take(Totals([step(number, 4, use_bytes, use_bytes)], DeviceReading(4 * GIB)))
     assert use_bytes > 0.95 * 4 * GIB
     assert list(rules.issued) == ["leak"]
 
@@ -241,7 +241,7 @@ def test_an_evaluation_has_the_alerts_of_its_own_stage(stage, sentence):
     rules, sentences = alerts(stage=stage)
     for number in range(100):
         leaking = step(number, 4, GIB, GIB + number * MIB)._replace(stage=stage)
-        rules.take(Interval([leaking], DeviceReading(4 * GIB)))
+        rules.take(Totals([leaking], DeviceReading(4 * GIB)))
     (found,) = sentences
     assert re.search(sentence, found)
 
@@ -249,7 +249,7 @@ def test_an_evaluation_has_the_alerts_of_its_own_stage(stage, sentence):
 def test_a_validation_in_a_training_is_checked_for_its_peak():
     rules, _ = alerts()
     full = step(0, 4, GIB)._replace(stage="validate")
-    rules.take(Interval([full], DeviceReading(GIB)))
+    rules.take(Totals([full], DeviceReading(GIB)))
     assert list(rules.issued) == ["nearly full"]
 
 

@@ -148,7 +148,7 @@ def test_on_a_device_each_row_has_the_mean_time(tmp_path):
 
 def metrics_of(*steps, world_size=1, limit_bytes=None):
     loggers = LoggerMetrics([], world_size)
-    return loggers.metrics(interval(*steps), DeviceReading(limit_bytes))
+    return loggers.metrics(interval(*steps, reading=DeviceReading(limit_bytes)))
 
 
 def test_metrics_are_maxima_of_bytes_and_means_of_times():
@@ -179,7 +179,7 @@ def test_the_used_share_is_of_the_limit_that_was_read_last():
     loggers = LoggerMetrics([], 1)
     limits = [64, None, 32]
     readings = [DeviceReading(None if limit is None else limit * MIB) for limit in limits]
-    found = [loggers.metrics(interval(step(0, 8)), reading) for reading in readings]
+    found = [loggers.metrics(interval(step(0, 8), reading=reading)) for reading in readings]
     assert [metrics["memory/used_pct"] for metrics in found] == [12.5, 12.5, 25.0]
 
 
@@ -187,7 +187,7 @@ def test_the_size_of_a_batch_is_logged_where_it_changes():
     loggers = LoggerMetrics([], 1)
     steps = [step(0, 8), step(1, 8), step(2, 8, size=6), step(3, 8, size=6)]
     steps.insert(1, step(0, 8, size=2)._replace(stage="validate"))
-    found = [loggers.metrics(interval(one), UNREAD) for one in steps]
+    found = [loggers.metrics(interval(one)) for one in steps]
     sizes = [metrics.get("speed/batch_size") for metrics in found]
     assert sizes == [4.0, None, None, 6.0, None]
     assert found[1]["speed/batch_size_validate"] == 2.0
@@ -197,7 +197,7 @@ def test_an_evaluation_has_the_names_of_a_training_and_its_stage():
     reading = DeviceReading(64 * MIB, 50.0, None, 1, 1)
     one = step(0, 5, reserved=8 * MIB, items=100)
     training, test = (
-        LoggerMetrics([], 1).metrics(interval(one._replace(stage=stage)), reading)
+        LoggerMetrics([], 1).metrics(interval(one._replace(stage=stage), reading=reading))
         for stage in ("train", "test")
     )
     # What is counted in the whole run is logged once.

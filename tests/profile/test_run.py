@@ -7,7 +7,7 @@ from lightning_batchmem.profile.alerts import Alerts
 from lightning_batchmem.profile.columns import LoggerMetrics, StepCsv
 from lightning_batchmem.profile.run import Takers
 from lightning_batchmem.profile.run_folder import RunFolder
-from lightning_batchmem.profile.step import UNREAD, DeviceReading
+from lightning_batchmem.profile.step import DeviceReading
 from tests.helpers.profiled import MIB, rows
 from tests.helpers.steps import interval, step
 
@@ -43,16 +43,16 @@ def made(tmp_path):
     takers.close()
 
 
-def log(takers, steps):
+def log(takers, *steps):
     """Log the steps as a run does."""
-    takers.keep(steps)
-    takers.loggers.take(steps, UNREAD, 0)
+    takers.keep(list(steps))
+    takers.loggers.take(interval(*steps), 0)
 
 
 def test_steps_between_two_readings_of_the_device_are_one_interval(made):
     takers, logger, path = made
-    log(takers, interval(step(0, 5, seconds=0.5)))
-    log(takers, interval(step(1, 5, seconds=1.5), step(2, 5, seconds=1.0)))
+    log(takers, step(0, 5, seconds=0.5))
+    log(takers, step(1, 5, seconds=1.5), step(2, 5, seconds=1.0))
     assert (len(logger.steps), rows(path)) == (2, [])
     assert not takers.totals
     reading = DeviceReading(32 * MIB, 50.0)
@@ -62,13 +62,13 @@ def test_steps_between_two_readings_of_the_device_are_one_interval(made):
     assert [row["step_ms"] for row in found] == ["1000.000"] * 3
     assert [row["limit_mib"] for row in found] == ["", "", "32.000"]
     totals = takers.totals["train"]
-    assert (totals.steps, totals.times.seconds_of_busy) == (3, 3.0)
+    assert (totals.steps, totals.times.seconds) == (3, 3.0)
     assert totals.times.per_second("busy") == 50.0
 
 
 def test_an_alert_that_is_an_error_leaves_the_steps_in_the_file_once(made):
     takers, _, path = made
-    log(takers, interval(step(0, 31)))
+    log(takers, step(0, 31))
     with pytest.raises(UserWarning, match="is above 95%"):
         takers.flush(DeviceReading(32 * MIB))
     takers.flush(DeviceReading(32 * MIB))
@@ -80,7 +80,7 @@ def test_an_interrupt_in_a_logger_leaves_the_steps_to_the_others_once(made):
     takers, logger, path = made
     logger.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        log(takers, interval(step(0, 5)))
+        log(takers, step(0, 5))
     takers.flush(DeviceReading(32 * MIB))
     takers.flush(DeviceReading(32 * MIB))
     assert [row["step"] for row in rows(path)] == ["0"]
