@@ -159,7 +159,7 @@ class MemoryProfiler(Callback):
 
     @property
     def epoch_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in this epoch so far, with its validation.
+        """Highest peak in this epoch so far, with its validation, as in :attr:`run_peak_bytes`.
 
         It is ``None`` between runs. The profiler resets the device's peak counter in every step, so
         read this, or :attr:`run_peak_bytes`, instead of ``torch.cuda.max_memory_allocated()``.
@@ -168,7 +168,9 @@ class MemoryProfiler(Callback):
 
     @property
     def run_peak_bytes(self) -> int | None:
-        """Highest allocated bytes in this run so far; after its end, of the whole run.
+        """Highest peak in this run so far; after its end, of the whole run.
+
+        On a GPU it is that of tensors, on a CPU that of the process.
 
         Between two steps they are read after a checkpoint, an evaluation and an epoch, where hooks
         of yours run, and at some steps after one with another peak.

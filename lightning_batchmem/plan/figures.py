@@ -221,7 +221,8 @@ def _draw_limit(axes: Axes, limit: float | None) -> None:
     if limit is not None and limit <= 2 * top:
         axes.axhline(limit, label=f"limit {limit:,.1f} MiB", color=_VERMILLION, linewidth=2)
         _, top = axes.get_ylim()
-    axes.set_ylim(0, top)
+    # Lines that are nearly flat have hardly a margin.
+    axes.set_ylim(0, max(top, 1.05 * axes.dataLim.ymax))
 
 
 def _with_legend(figure: Figure) -> Figure:

@@ -154,9 +154,11 @@ def rounded_step_text(after: Recipe, samples_per_step: int | None, whose: str, u
     samples = after.effective_batch_size or 0
     if samples_per_step in (None, samples):
         return ""
+    parts = _made_of(after)
+    made_of = "" if parts == f"{samples:,}" else f": {parts}"
     return (
-        f"An optimizer step has {unit.size(samples)}, not the {samples_per_step:,} of {whose}:"
-        f" {_made_of(after)}."
+        f"An optimizer step has {unit.size(samples)}, not the {samples_per_step:,} of {whose}"
+        f"{made_of}."
     )
 
 

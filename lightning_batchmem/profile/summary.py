@@ -158,9 +158,12 @@ class Summary:
     def __repr__(self) -> str:
         return f"<Summary of {headline(self)}>"
 
+    def __str__(self) -> str:
+        return summary_text(self)
+
     def _repr_markdown_(self) -> str:
         """The text in a notebook, with its columns aligned."""
-        return f"```text\n{summary_text(self)}\n```"
+        return f"```text\n{self}\n```"
 
     @property
     def conclusion(self) -> str:

@@ -71,6 +71,11 @@ def test_a_limit_far_above_the_data_is_left_out_with_its_name(limit, top, shown)
     assert any(name.startswith("limit") for name in lines(figure)) == shown
 
 
+def test_a_flat_line_is_not_cut_by_the_edge():
+    figure = plot_memory_over_steps([row(step, 400 + step / 100) for step in range(3)])
+    assert figure.axes[0].get_ylim() == (0, pytest.approx(420, abs=1))
+
+
 def test_a_validation_is_drawn_at_the_training_step_before_it():
     validation = [row(0, 60, stage="validate"), row(1, 50, stage="validate")]
     shown = lines(plot_memory_over_steps([row(0), row(1), *validation, row(2)]))

@@ -9,7 +9,6 @@ from lightning_batchmem.profile.flop_step import FlopRate
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 from lightning_batchmem.profile.step_memory import PeakBetweenSteps
 from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
-from lightning_batchmem.profile.text import summary_text
 
 SUMMARY = Summary(
     device="host",
@@ -65,7 +64,7 @@ MORE = replace(
 
 
 def lines(summary):
-    return summary_text(summary).splitlines()
+    return str(summary).splitlines()
 
 
 def cells(summary):
