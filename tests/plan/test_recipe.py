@@ -152,6 +152,10 @@ def test_a_step_that_is_missed_is_one_note(budget_name, size):
         f"An optimizer step has {size}, not the 1,010 of target_batch_size: 4 ranks x 2 x 126."
     )
     assert rounded_step_text(after, 1008, "target_batch_size", Unit(budget_name)) == ""
+    # One batch on one rank has no parts.
+    alone = Recipe(batch_size=12, effective_batch_size=12)
+    text = "An optimizer step has 12 samples, not the 8 of your own size."
+    assert rounded_step_text(alone, 8, "your own size", Unit()) == text
     assert rounded_step_text(after, None, "target_batch_size", Unit(budget_name)) == ""
 
 
