@@ -120,6 +120,7 @@ COLUMNS = (
 
 _FACTORS = {column.metric: column.factor or 1 for column in COLUMNS}
 _CELLS = [column for column in COLUMNS if column.in_csv]
+_MIB_NAMES = [column.name for column in _CELLS if column.factor == _MIB]
 
 
 def _peak_name(totals: Totals) -> str:
@@ -242,8 +243,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _read_row(cells: Mapping[str, str]) -> Row:
     # A file of an earlier version lacks some columns.
-    names = [column.name for column in _CELLS if column.factor == _MIB]
-    counts = {name: float(cells[name]) if cells.get(name) else None for name in names}
+    counts = {name: float(cells[name]) if cells.get(name) else None for name in _MIB_NAMES}
     return {"step": int(cells["step"]), "stage": cells["stage"], **counts}
 
 

@@ -73,10 +73,10 @@ class Times:
             if step.wait_seconds is not None:
                 wait += step.wait_seconds
                 seconds_of_wait += seconds
-            if step.batch_size is not None and not step.is_slowed:
+            if step.batch_size is not None:
                 samples += step.batch_size
                 seconds_of_samples += seconds
-            if step.items is not None and not step.is_slowed:
+            if step.items is not None:
                 items += step.items
                 seconds_of_items += seconds
         # Each amount, and the wall seconds of the steps in which it is known.
