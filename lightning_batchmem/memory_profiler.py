@@ -51,8 +51,8 @@ class MemoryProfiler(Callback):
     (``batch_finder/search``).
 
     Each of these raises one warning: a leak, a limit that is near, a device that mostly waits for
-    data. If memory runs out, the error gets a note with the step, the size of its batch, and the
-    step after which the memory in use has grown.
+    data. If memory runs out, the error gets a note with the step, the size of its batch, and on a
+    GPU the step after which the memory in use has grown.
 
     Times are wall time. A step lasts from the request of its batch to the next request, without
     evaluation, checkpoints and the time between epochs. The device is never synchronized, and a GPU
