@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
-from weakref import ref
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +16,7 @@ from lightning_batchmem._lightning.apply import (
     check_step,
     check_training,
     start_without_search,
+    with_learning_rates,
 )
 from lightning_batchmem._lightning.clean_start import project_snapshot
 from lightning_batchmem._lightning.data_source import (
@@ -25,9 +25,15 @@ from lightning_batchmem._lightning.data_source import (
     stage_source,
     train_source,
 )
-from lightning_batchmem._lightning.finder_run import FinderRun, TrainingWatch
+from lightning_batchmem._lightning.finder_run import FinderRun, TrainingWatch, earlier_plan_of
+from lightning_batchmem._lightning.given_plan import apply_given_plan
+from lightning_batchmem._lightning.search_only import end_process, find_plan, mute_loggers
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting, batch_size_setting
-from lightning_batchmem._lightning.strategies import check_strategy, warn_of_untested_torch
+from lightning_batchmem._lightning.strategies import (
+    check_strategy,
+    strategy_text,
+    warn_of_untested_torch,
+)
 from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
@@ -45,20 +51,19 @@ from lightning_batchmem.plan.options import (
     SearchOptions,
     WorstCase,
     check_switches,
+    check_then,
     names_our_arguments,
 )
-from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.plan import Plan, check_plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.printing import print_or_warn
-from lightning_batchmem.search.earlier_plan import write_missing_plan
+from lightning_batchmem.search.earlier_plan import (
+    parameters_made_text,
+    parameters_text,
+    write_missing_plan,
+)
+from lightning_batchmem.search.kept_trials import KeptTrials, trials_path
 from lightning_batchmem.search.ranks import Ranks
-
-
-def check_plan(plan: object) -> None:
-    """Raise a ValueError unless ``plan`` can be an earlier plan."""
-    # An empty path would be the working directory.
-    if not isinstance(plan, Plan | str | Path | None) or plan == "":
-        raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")
 
 
 class BatchFinder(Callback):
@@ -75,6 +80,8 @@ class BatchFinder(Callback):
         policy: the numbers that steer a search; assign another one before ``fit``.
         options: the arguments that steer it, checked.
         later: the function that makes the state that needs most memory; ``None`` for none.
+        runs: what this process runs: ``"both"`` search and training, the ``"search"`` only, or the
+            ``"training"`` with a plan of another process.
 
     Args:
         objective: what the size is good for. ``"auto"`` keeps the training about the same: at most
@@ -137,6 +144,14 @@ class BatchFinder(Callback):
             once the optimizers exist. What it changes is restored. Layers that a finetuning
             callback of Lightning unfreezes need no function. A text ``"module:function"`` names
             one. If ranks start as new processes (``ddp_spawn``), it cannot be a lambda.
+        then: ``"exit"`` to end the process after the search, with the plan in the file ``plan``.
+            Nothing is restored, nothing after ``fit`` runs, and loggers and checkpoints write
+            nothing. So it searches under DeepSpeed too, and where a search in the training cannot
+            restore everything. If the process ends in the search, start the same command again:
+            the search goes on behind the size that was running. Default: train.
+        apply: True to search nothing: ``setup`` sets size, accumulation and learning rate of
+            ``plan``, before loaders and optimizers exist. Device, limit, ranks, strategy, precision
+            and number of parameters have to be the same.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size
@@ -152,10 +167,6 @@ class BatchFinder(Callback):
 
     # Whether the device is a simulated one.
     _is_simulated = False
-
-    # The plan of each training in this process, with an object that has the size since then. Not
-    # every object has a hash. The last ones are enough for the folds of a cross validation.
-    _plans_of_process: ClassVar[deque[tuple[ref[Any], Plan]]] = deque(maxlen=100)
 
     @names_our_arguments
     def __init__(
@@ -176,6 +187,8 @@ class BatchFinder(Callback):
         verbose: bool = False,
         budget: bool = False,
         later: Later | str | None = None,
+        then: Literal["train", "exit"] = "train",
+        apply: bool = False,
     ) -> None:
         super().__init__()
         self.plan: Plan | None = None
@@ -198,12 +211,17 @@ class BatchFinder(Callback):
                 'search_on_resume must be True, False or "if_changed", got'
                 f" {search_on_resume!r:.80}"
             )
-        check_switches(verbose=verbose)
+        check_switches(verbose=verbose, apply=apply)
         self.later: Later | None = later_function(later)
         self._search_on_resume = search_on_resume
         self._verbose = verbose
         check_plan(plan)
         self._given_plan = plan
+        check_then(then, plan, apply=apply)
+        self.runs: Literal["both", "search", "training"] = "training" if apply else "both"
+        if then == "exit":
+            self.runs = "search"
+            mute_loggers()
         self._plan_of_fit: Plan | None = None
         # Whether a search that cannot be made is a warning, after which the training goes on.
         self._is_optional = False
@@ -235,13 +253,22 @@ class BatchFinder(Callback):
         begin_run()
         # An earlier run may have ended without a teardown.
         self._run.end()
-        ranks = Ranks(trainer.global_rank, trainer.world_size)
-        self._run = run = FinderRun(ranks, is_optional=self._is_optional)
-        if is_fast_dev_run(trainer):
+        ranks = Ranks(trainer.global_rank, trainer.world_size, goes_on=self.runs == "search")
+        self._run = run = FinderRun(
+            ranks,
+            # A process that only searches must not train after an error.
+            is_optional=self._is_optional and self.runs != "search",
+            parameters=parameters_made_text(pl_module),
+        )
+        if self.runs == "training":
+            if stage == "fit":
+                self._apply(trainer, pl_module)
+            return
+        if is_fast_dev_run(trainer) or (self.runs == "search" and stage != "fit"):
             return
         # The check comes before Lightning makes an engine that could not be made again.
         with run.kept_refusal():
-            check_strategy(trainer)
+            check_strategy(trainer, restores=self.runs != "search")
         if stage != "fit":
             run.call_before(
                 stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module)
@@ -250,12 +277,21 @@ class BatchFinder(Callback):
         # This callback must run before a LearningRateFinder, which Lightning puts first, and which
         # needs the size.
         set_callbacks(trainer, sorted(callbacks_of(trainer), key=lambda one: one is not self))
-        run.record_project(trainer)
+        if self.runs == "both":
+            run.record_project(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, apply the size, and print the plan."""
         run = self._run
+        if self.runs == "training":
+            # A plan that was refused is none of the run.
+            if run.plan is not None:
+                self.plan = self._plan_of_fit = with_learning_rates(trainer, run.plan)
+                self._report(trainer, self.plan)
+            return
         snapshot = run.begin_search()
+        if self.runs == "search":
+            self._search_only(trainer, pl_module, Path(str(self._given_plan)))
         if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder does nothing under fast_dev_run")
             return
@@ -271,15 +307,8 @@ class BatchFinder(Callback):
             # Lightning has built the loader where configure_optimizers read
             # estimated_stepping_batches.
             discard_train_loader(trainer)
-            setting = batch_size_setting(
-                trainer,
-                pl_module,
-                train_source(trainer),
-                options.batch_arg_name,
-                is_budget=options.budget,
-            )
-            setting.check_budget()
-            earlier = self._earlier_plan(setting)
+            setting = self._setting(trainer, pl_module)
+            earlier = earlier_plan_of(setting.owners)
             given_plan = self._given_plan or self._plan_in_place(setting)
             # It begins with an exchange, so the other ranks end here too if one has failed.
             search = self._search_in(trainer, options, earlier)
@@ -301,8 +330,7 @@ class BatchFinder(Callback):
                 setting = setting.at(plan.place)
             plan = apply_to_training(setting, plan, run.undo)
             self.plan = self._plan_of_fit = plan
-            self._plans_of_process.extend((ref(one), plan) for one in setting.owners)
-            run.begin_training(plan)
+            run.begin_training(plan, setting.owners)
             if options.memory_limit is not None:
                 # Otherwise the allocator would grow where it released its cache in the rehearsal.
                 run.undo.enter_context(search.device_memory.limit_enforced(limit_bytes))
@@ -314,6 +342,46 @@ class BatchFinder(Callback):
                 self._report(trainer, plan)
                 if trainer.is_global_zero:
                     write_missing_plan(self._given_plan, plan)
+
+    def _setting(self, trainer: Trainer, module: LightningModule) -> BatchSizeSetting:
+        options = self.options
+        setting = batch_size_setting(
+            trainer,
+            module,
+            train_source(trainer),
+            options.batch_arg_name,
+            is_budget=options.budget,
+        )
+        setting.check_budget()
+        return setting
+
+    def _search_only(self, trainer: Trainer, module: LightningModule, path: Path) -> NoReturn:
+        """Search without restoring anything, write the plan, and end the process."""
+        ranks = self._run.ranks
+        try:
+            with ranks.fail_together():
+                kept = KeptTrials(ranks, trials_path(path), strategy_text(trainer))
+                search = self._search_in(trainer, self.options, kept=kept)
+                plan = find_plan(search, lambda: self._setting(trainer, module), path)
+                self._report(trainer, plan)
+        finally:
+            # No callback saves a checkpoint of what the steps have left.
+            set_callbacks(trainer, [self])
+        end_process(trainer, path, is_by_variable=self._is_optional)
+
+    def _apply(self, trainer: Trainer, module: LightningModule) -> None:
+        """Set what the plan has, before loaders, engine and optimizers exist."""
+        run = self._run
+        # There is one, as the arguments were checked.
+        given = self._given_plan or ""
+        with run.warned_of_error() as without_plan:
+            with run.ranks.fail_together():
+                search = self._search_in(trainer, self.options)
+                applied, setting = apply_given_plan(search, module, given, run.undo, without_plan)
+            run.begin_training(applied, setting.owners)
+            # The setup of the module, which runs next, may set the size too.
+            write_again = partial(setting.write, applied.batch_size)
+            run.call_before(trainer.strategy, "barrier", write_again)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -346,7 +414,7 @@ class BatchFinder(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Read the plan of a checkpoint, with which a resumed ``fit`` continues."""
-        if "plan" not in state_dict:
+        if "plan" not in state_dict or self.runs == "training":
             return
         self._run.load(state_dict)
         # A strategy may load it after the search. A LearningRateFinder loads the checkpoint that it
@@ -401,24 +469,20 @@ class BatchFinder(Callback):
             setting.write(plan.batch_size)
             self._report(trainer, plan)
 
-    def _earlier_plan(self, setting: BatchSizeSetting) -> Plan | None:
-        """The plan of the last fit of this project, which may have had another finder."""
-        earlier = None
-        for owner, plan in self._plans_of_process:
-            if any(owner() is one for one in setting.owners):
-                earlier = plan
-        return earlier
-
     def _plan_in_place(self, setting: BatchSizeSetting) -> Plan | None:
         """The verified plan of an earlier fit of this project if it still has the size."""
-        plan = self._earlier_plan(setting)
+        plan = earlier_plan_of(setting.owners)
         # Another finder has other arguments.
         if plan is None or plan != self._plan_of_fit or not plan.verified:
             return None
         return plan if setting.at(plan.place).project_size == plan.batch_size else None
 
     def _search_in(
-        self, trainer: Trainer, options: SearchOptions, earlier: Plan | None = None
+        self,
+        trainer: Trainer,
+        options: SearchOptions,
+        earlier: Plan | None = None,
+        kept: KeptTrials | None = None,
     ) -> TrainerSearch:
         device = trainer.strategy.root_device
         device_memory = self.device_memory(device)
@@ -436,6 +500,8 @@ class BatchFinder(Callback):
             later=self.later,
             is_simulated=self._is_simulated,
             earlier=earlier,
+            kept=kept,
+            parameters=self._run.parameters or parameters_text(trainer.lightning_module),
         )
 
     def _report(self, trainer: Trainer, plan: Plan) -> None:

@@ -15,6 +15,11 @@ class CallbackAdder(Callback):
     def __init__(self, callbacks: list[Callback]) -> None:
         self._callbacks = callbacks
 
+    @property
+    def runs(self) -> str:
+        """What a finder among them runs in this process, as in BatchFinder."""
+        return next((one.runs for one in self._callbacks if hasattr(one, "runs")), "both")
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Insert them after this one, so that their ``setup`` runs next."""
         # mypy does not see attributes that Lightning sets outside the class Trainer.
@@ -22,5 +27,12 @@ class CallbackAdder(Callback):
         # Names are compared, because the classes for the two packages of Lightning differ.
         names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
         missing = [callback for callback in self._callbacks if type(callback).__name__ not in names]
+        for own in self._callbacks:
+            if getattr(own, "runs", "both") != "both" and own not in missing:
+                raise ValueError(
+                    "LIGHTNING_BATCHMEM must have neither then=exit nor the word apply for a script"
+                    ' with its own BatchFinder: pass plan="plan.json" to it, and then="exit", or'
+                    " apply=True"
+                )
         index = callbacks.index(self) + 1
         callbacks[index:index] = missing

@@ -17,8 +17,8 @@ VARIABLE = "LIGHTNING_BATCHMEM"
 def callbacks() -> list[Any]:
     """Return the callbacks that :data:`VARIABLE` names, for a Trainer of ``lightning.pytorch``.
 
-    ``profile`` is a MemoryProfiler, ``find`` a BatchFinder too. Options follow as
-    ``find:memory_limit=0.9,target_batch_size=256``.
+    ``profile`` is a MemoryProfiler, ``find`` a BatchFinder too, and ``apply`` a BatchFinder that
+    only applies its plan. Options follow as ``find:memory_limit=0.9,target_batch_size=256``.
 
     Returns:
         At most one callback, which adds the others in its ``setup`` unless the Trainer has them.
@@ -78,7 +78,11 @@ def _setting() -> str:
 def _callbacks_of_setting(finder_class: Any, profiler_class: Any) -> list[Any]:
     """The callbacks that the variable names; its options go to the first one."""
     word, _, texts = _setting().partition(":")
-    classes_by_word = {"profile": [profiler_class], "find": [finder_class, profiler_class]}
+    classes_by_word = {
+        "profile": [profiler_class],
+        "find": [finder_class, profiler_class],
+        "apply": [finder_class],
+    }
     if word not in classes_by_word:
         words = ", ".join(f'"{known_word}"' for known_word in classes_by_word)
         raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r:.80}")
@@ -91,5 +95,7 @@ def _callbacks_of_setting(finder_class: Any, profiler_class: Any) -> list[Any]:
                 f"{VARIABLE}={word} must have options of {first_class.__name__}"
                 f" ({', '.join(names)}), got {name!r:.80}"
             )
+    if word == "apply":
+        options["apply"] = True
     # A script that runs without the variable has to run with it too.
     return [first_class.optional(**options), *(kind.optional() for kind in other_classes)]

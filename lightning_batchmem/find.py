@@ -27,11 +27,11 @@ from lightning_batchmem._lightning.trainer_state import (
     in_every_package,
     set_callbacks,
 )
-from lightning_batchmem.batch_finder import BatchFinder, check_plan
+from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.loop.search import plan_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
 from lightning_batchmem.plan.options import Objective, SearchOptions, check_switches
-from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.plan import Plan, check_plan
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -198,8 +198,13 @@ class SearchOnly(BatchFinder):
         """Call ``fit`` up to the end of the search, and restore everything.
 
         Raises:
-            ValueError: for a trainer that would not train, or not in this process.
+            ValueError: for a trainer that would not train, or not in this process, and for
+                arguments of two runs.
         """
+        if self.runs != "both":
+            raise ValueError(
+                "then and apply must be left out for find_batch_size, which returns the plan"
+            )
         # A plan that is made in another process does not come back.
         if not trains_in_other_processes(trainer):
             data = [datamodule, *loaders_in(train_dataloaders), *loaders_in(val_dataloaders)]

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
+from lightning_batchmem._lightning import finder_run
 from lightning_batchmem._lightning.errors import reason_of
 from lightning_batchmem._lightning.trainer_state import trains_no_more
 from lightning_batchmem.devices.host import HostMemory
@@ -386,7 +387,7 @@ def test_another_module_that_has_this_size_too_is_searched(trained):
 
 
 def test_plans_of_a_process_are_no_leak(search, device):
-    plans = BatchFinder._plans_of_process
+    plans = finder_run._PLANS_OF_PROCESS
     for _ in range(plans.maxlen):
         plans.append((ref(device), None))
     search(Lawful(device, law))

@@ -104,6 +104,41 @@ def test_no_trace_at_any_place_of_the_size(name: str, tmp_path: Path) -> None:
     assert_same(searched, hard_coded, name)
 
 
+# Cases whose size, accumulation and learning rate are set in ways that differ before the loaders.
+APPLIED = {
+    **{
+        name: CASES[name]
+        for name in (
+            "sgd_momentum",
+            "datamodule_hparams",
+            "loaders_passed_in_a_list",
+            "recipe_in_fewer_batches",
+            "scaled_learning_rate",
+            "budget_of_loaders_that_were_passed",
+        )
+    },
+    "constant_in_a_hook": PLACES["constant_in_a_hook"][0],
+    "derived_in_setup": PLACES["derived_in_setup"][0],
+}
+
+
+@pytest.mark.usefixtures("reads_here")
+@pytest.mark.parametrize("name", APPLIED)
+def test_no_trace_of_a_plan_of_another_run(name: str, tmp_path: Path) -> None:
+    case = APPLIED[name]
+    path = tmp_path / "plan.json"
+    options = {"objective": "memory", "max_batch_size": SIZE, **case.finder}
+    finder = BatchFinder(**options, plan=path, then="exit")
+    finder.policy = FAST
+    with pytest.raises(SystemExit):
+        outcome_of(tmp_path / "found", case, case.start, finder)
+    assert not list((tmp_path / "found").rglob("*"))
+    applied = outcome_of(tmp_path / "applied", case, case.start, BatchFinder(plan=path, apply=True))
+    hard_coded = outcome_of(tmp_path / "hard", case, SIZE, None)
+    for key, value in hard_coded.items():
+        assert_same(applied[key], value, key)
+
+
 # What the profiler adds to a run.
 OF_PROFILER = {"files", "texts"}
 

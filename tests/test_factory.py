@@ -122,7 +122,7 @@ def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", got \'search\''),
+        ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", "apply", got \'search\''),
         (
             "find:limit=3",
             "must have options of BatchFinder .objective, memory_limit, .*, got 'limit'",
@@ -227,7 +227,7 @@ def test_a_refusal_never_ends_a_training(kind, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("reads_here")
 def test_a_strategy_that_cannot_be_searched(tmp_path, monkeypatch):
-    def refuse(trainer):
+    def refuse(trainer, *, restores):
         raise ValueError("strategy must be that of a single device")
 
     monkeypatch.setattr(batch_finder, "check_strategy", refuse)
@@ -249,7 +249,7 @@ def test_a_refusal_never_ends_an_evaluation(kind, tmp_path, monkeypatch):
         def test_dataloader(self):
             return torch.utils.data.DataLoader(Noisy(), batch_size=self.batch_size)
 
-    def refuse(trainer):
+    def refuse(trainer, *, restores):
         raise ValueError("of the check")
 
     if kind == "check":
@@ -262,3 +262,12 @@ def test_a_refusal_never_ends_an_evaluation(kind, tmp_path, monkeypatch):
     ):
         trainer.test(module, verbose=False)
     assert set(module.history) == {4}
+
+
+@pytest.mark.parametrize("value", ["find:plan=plan.json,then=exit", "apply:plan=plan.json"])
+def test_two_runs_are_for_a_script_without_a_finder(value, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_BATCHMEM", value)
+    callbacks = [BatchFinder(), *factory.callbacks()]
+    trainer = quiet_trainer(*callbacks, default_root_dir=tmp_path, max_epochs=1)
+    with pytest.raises(ValueError, match=r"with its own BatchFinder: pass plan=.* or apply=True"):
+        trainer.fit(Net(3))

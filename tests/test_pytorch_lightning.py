@@ -62,6 +62,11 @@ def test_no_trace_at_other_places_of_the_size(contract, name, tmp_path):
     contract.test_no_trace_at_any_place_of_the_size(name, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["sgd_momentum", "recipe_in_fewer_batches"])
+def test_no_trace_of_a_plan_of_another_run(contract, name, tmp_path):
+    contract.test_no_trace_of_a_plan_of_another_run(name, tmp_path)
+
+
 @pytest.mark.parametrize(
     "where",
     ["in a callback", "in no copy of a callback", "in an object of a callback", "on the trainer"],

@@ -85,17 +85,37 @@ def apply_to_training(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) ->
         The plan, with the learning rates of the new optimizers, and notes about them.
     """
     trainer = setting.trainer
+    apply_before_optimizers(setting, plan, undo)
+    discard_train_loader(trainer)
+    configure_optimizers_again(trainer)
+    return with_learning_rates(trainer, plan)
+
+
+def apply_before_optimizers(setting: BatchSizeSetting, plan: Plan, undo: ExitStack) -> None:
+    """Set size, accumulation and learning rate, before loaders and optimizers exist.
+
+    Args:
+        setting: the place of the size.
+        plan: the plan.
+        undo: what is undone at the end of the run.
+
+    Raises:
+        ValueError: if the size or the rate cannot be set.
+    """
+    trainer = setting.trainer
     _set_logged(setting.place.attribute, plan.project_batch_size, plan.batch_size, undo)
     setting.write(plan.batch_size)
-    trainer.accumulate_grad_batches = plan.accumulate_grad_batches
-    for name, count in plan.recipe.trainer_settings.items():
-        setattr(trainer, name, count)
     if plan.learning_rate is not None:
         attribute = learning_rate_attribute(setting)
         _set_logged(attribute, attribute.value, plan.learning_rate, undo)
         attribute.set(plan.learning_rate)
-    discard_train_loader(trainer)
-    configure_optimizers_again(trainer)
+    trainer.accumulate_grad_batches = plan.accumulate_grad_batches
+    for name, count in plan.recipe.trainer_settings.items():
+        setattr(trainer, name, count)
+
+
+def with_learning_rates(trainer: Trainer, plan: Plan) -> Plan:
+    """The plan with the learning rates of the optimizers that exist now, and notes about them."""
     rates = learning_rates(trainer)
     recipe = replace(plan.recipe, learning_rates=rates, optimizer_names=optimizer_names(trainer))
     before = plan.project_recipe

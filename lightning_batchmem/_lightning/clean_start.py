@@ -9,12 +9,9 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.amp import GradScaler
 from torch.nn import Module
@@ -25,17 +22,22 @@ from lightning_batchmem._lightning.data_source import (
     stage_source,
     validation_source,
 )
+from lightning_batchmem._lightning.muted import muted_callback, muted_logger, muted_profiler
 from lightning_batchmem._lightning.steps import SearchCallback
-from lightning_batchmem._lightning.strategies import outer_module
+from lightning_batchmem._lightning.strategies import (
+    SEARCH_ONLY_TEXT,
+    configure_optimizers_again,
+    outer_module,
+)
 from lightning_batchmem._lightning.trainer_state import (
     OF_OPTIMIZERS,
+    call_module_hook,
     callbacks_of,
     datamodules_of,
     in_every_package,
     logger_connector,
     parts_of,
     renew_results,
-    replaced,
     set_callbacks,
 )
 from lightning_batchmem.batches.loader_size import keep_sizes
@@ -44,8 +46,6 @@ from lightning_batchmem.devices.foreign_values import attributes_of, value_or_no
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.state.contents import refill
 from lightning_batchmem.state.snapshot import Restored, Snapshot, freeze, restored_parts, unfreeze
-
-_READ_FROM_EXPERIMENTS = (str, bytes, int, float, Path, list, tuple, set, dict)
 
 
 class ProjectSnapshot(Snapshot):
@@ -94,7 +94,9 @@ class ProjectSnapshot(Snapshot):
         # A search restores everything many times.
         if failed := [text for text in self.restore() if text not in self._warned]:
             self._warned.update(failed)
-            rank_zero_warn(f"BatchFinder could not restore: {'; '.join(failed)}")
+            rank_zero_warn(
+                f"BatchFinder could not restore: {'; '.join(failed)}. {SEARCH_ONLY_TEXT}"
+            )
 
 
 def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
@@ -136,97 +138,6 @@ def _muted_parts(trainer: Trainer, snapshot: ProjectSnapshot) -> Restored:
     return restored_parts(
         [("", one) for one in muted], [one for one in left_out if one is not profiler]
     )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-@contextmanager
-def muted_callback(callback: Callback) -> Iterator[None]:
-    """Silence the hooks of a callback in the body."""
-    hooks = [name for name in dir(Callback) if name.startswith(("on_", "setup", "teardown"))]
-    # A progress bar has the last three.
-    silent = [*hooks, "load_state_dict", "print", "enable", "disable"]
-    with replaced(callback, **dict.fromkeys(silent, _nothing)):
-        yield
-
-
-@contextmanager
-def muted_logger(logger: Logger) -> Iterator[None]:
-    """Silence the methods of a logger in the body; its experiment can be read."""
-    kind: Any = type(logger)
-    # The class of a mock has no methods.
-    methods = {**_silent_methods(Logger), **_silent_methods(kind)}
-    # The experiment is a property of the class.
-    of_kind = {name: value for name, value in vars(kind).items() if name == "experiment"}
-    kind.experiment = property(_muted_experiment, _nothing)
-    try:
-        with replaced(logger, **methods):
-            yield
-    finally:
-        del kind.experiment
-        for name, value in of_kind.items():
-            setattr(kind, name, value)
-
-
-@contextmanager
-def muted_profiler(profiler: Profiler) -> Iterator[None]:
-    """Silence a profiler in the body."""
-    # Lightning calls the last one at every hook.
-    methods = {**_silent_methods(Profiler), "profile": PassThroughProfiler().profile}
-    with replaced(profiler, **methods):
-        yield
-
-
-def _silent_methods(kind: type) -> dict[str, Any]:
-    """A function that does nothing for each public method of a class."""
-    names = [name for name in dir(kind) if name[0] != "_"]
-    return {name: _nothing for name in names if callable(getattr(kind, name, None))}
-
-
-class MutedExperiment:
-    """Accepts any chain of attributes, calls and items, and does nothing.
-
-    Numbers, texts and containers are read from the attributes of a real experiment: a step may
-    compute with them, and would fail with Lightning's DummyExperiment, which has none.
-    """
-
-    def __init__(self, target: Any = None) -> None:
-        vars(self)["_target"] = target
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class of the experiment, for ``isinstance``."""
-        return MutedExperiment if self._target is None else type(self._target)
-
-    def __float__(self) -> float:
-        return 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = getattr(self._target, name, None)
-        is_read = isinstance(value, _READ_FROM_EXPERIMENTS)
-        return copy.copy(value) if is_read else MutedExperiment(value)
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return MutedExperiment()
-
-    # Python would request items without an end.
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __enter__(self) -> Any:
-        return self
-
-    __getitem__ = __call__
-    __setattr__ = __setitem__ = __exit__ = _nothing
-
-
-def _muted_experiment(logger: Any) -> MutedExperiment:
-    """The experiment that a logger has by now; its property would make one, with files."""
-    return MutedExperiment(attributes_of(logger).get("_experiment"))
 
 
 @contextmanager
@@ -301,7 +212,7 @@ class CleanStart:
         self._snapshot = snapshot
         self._undo = ExitStack()
         self._prepare: Callable[[], None] = lambda: None
-        self._muted = _muted_parts(trainer, snapshot)
+        self._muted = self._record_muted(snapshot)
         _warn_of(snapshot.not_restorable)
 
     def restore_sizes_of(self, loaders: Sequence[DataLoader[Any]]) -> None:
@@ -381,6 +292,19 @@ class CleanStart:
         attributes = vars(self._trainer.strategy).items()
         return {name: value for name, value in attributes if name not in OF_OPTIMIZERS}
 
+    def _record_muted(self, snapshot: ProjectSnapshot) -> Restored:
+        return _muted_parts(self._trainer, snapshot)
+
+    def start_training(self) -> None:
+        """Configure new optimizers, and call the first hooks of the module."""
+        configure_optimizers_again(self._trainer)
+        self._call_first_hooks()
+
+    def _call_first_hooks(self) -> None:
+        freeze(config.scheduler for config in self._trainer.strategy.lr_scheduler_configs)
+        for hook in ("on_fit_start", "on_train_start"):
+            call_module_hook(self._trainer, hook)
+
     def _clear_optimizers(self) -> None:
         """Clear the states of the optimizers, which are configured again before the next step.
 
@@ -396,6 +320,7 @@ def _warn_of(not_restorable: list[str]) -> None:
         rank_zero_warn(
             "BatchFinder cannot restore these if a training step changes them: "
             + "; ".join(not_restorable[:10])
+            + f". {SEARCH_ONLY_TEXT}"
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import ref
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,6 +30,21 @@ MORE_IN_USE_SHARE = 0.01
 LARGER_SHARE = 0.05
 """A batch counts as larger from this share of more bytes on: the limit has room for a few per cent.
 """
+
+
+# The plan of each training in this process, with an object that has the size since then. Not every
+# object has a hash. The last ones are enough for the folds of a cross validation.
+_PLANS_OF_PROCESS = deque[tuple[ref[Any], Plan]](maxlen=100)
+
+
+def earlier_plan_of(owners: Iterable[Any]) -> Plan | None:
+    """The plan of the last fit of these objects, which may have had another finder."""
+    objects = list(owners)
+    earlier = None
+    for owner, plan in _PLANS_OF_PROCESS:
+        if any(owner() is one for one in objects):
+            earlier = plan
+    return earlier
 
 
 class TrainingWatch:
@@ -101,6 +118,8 @@ class FinderRun:
     Args:
         ranks: the processes that search together.
         is_optional: whether a search that cannot be made is a warning, after which the run goes on.
+        parameters: the number of parameters, before a strategy has sharded them; empty where they
+            are made later.
 
     Attributes:
         ranks: the processes that search together.
@@ -111,8 +130,11 @@ class FinderRun:
         plan: the plan that a training has; ``None`` before, and in an evaluation.
     """
 
-    def __init__(self, ranks: Ranks | None = None, *, is_optional: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks | None = None, *, is_optional: bool = False, parameters: str = ""
+    ) -> None:
         self.ranks = ranks or Ranks(0, 1)
+        self.parameters = parameters
         self.undo = ExitStack()
         self.checkpoint: dict[str, Any] = {}
         self.plan: Plan | None = None
@@ -194,9 +216,10 @@ class FinderRun:
             )
             without_search.close()
 
-    def begin_training(self, plan: Plan) -> None:
-        """Keep the plan of a training."""
+    def begin_training(self, plan: Plan, owners: Iterable[Any] = ()) -> None:
+        """Keep the plan of a training, for later fits of the objects that have its size too."""
         self.plan = plan
+        _PLANS_OF_PROCESS.extend((ref(one), plan) for one in owners)
 
     def watch(self, watch: TrainingWatch) -> None:
         """Keep the watch over a training whose plan a search has made."""

@@ -16,7 +16,6 @@ from lightning_batchmem._lightning.data_source import DataSource, attach_loaders
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
 from lightning_batchmem._lightning.strategies import (
-    configure_optimizers_again,
     has_batch_norm,
     steps_are_collective,
     without_synchronization,
@@ -33,7 +32,6 @@ from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Bound
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.ranks import Ranks
-from lightning_batchmem.state.snapshot import freeze
 
 # Losses that differ by at most this share are the same: sums on a GPU have no fixed order.
 _SAME_LOSS_SHARE = 1e-3
@@ -356,10 +354,7 @@ class TrainingProgram(StageProgram):
             trainer.accumulate_grad_batches = 2
         validation_loaders = None if self.evaluation is None else self.evaluation.loaders
         attach_loaders(trainer, self.training.loaders, validation_loaders, batch_size)
-        configure_optimizers_again(trainer)
-        freeze(config.scheduler for config in trainer.strategy.lr_scheduler_configs)
-        for hook in ("on_fit_start", "on_train_start"):
-            call_module_hook(trainer, hook)
+        self._clean_start.start_training()
         # Lightning calls the hook of the callbacks before the module's, which may read what
         # they have unfrozen. What the user's function makes would be lost in this hook.
         self._state.unfreeze(self._most_epochs)

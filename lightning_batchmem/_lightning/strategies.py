@@ -35,31 +35,101 @@ NEWEST_TESTED_TORCH = (2, 14)
 # Strategies that set the number of processes and connect them.
 _OF_RANKS = ("DDPStrategy", "ModelParallelStrategy", "FSDPStrategy")
 
-# Their ranks hold parts of the parameters, and gather them in each step.
-_SHARDING = ("ModelParallelStrategy", "FSDPStrategy")
+_PIPELINE = "deepspeed.runtime.pipe.module.PipelineModule"
 
 
-def check_strategy(trainer: Trainer) -> None:
-    """Refuse a strategy whose state a search could not restore, or whose memory it cannot read."""
+SEARCH_ONLY_TEXT = (
+    "A run that only searches restores nothing: start your command with"
+    " LIGHTNING_BATCHMEM=find:plan=plan.json,then=exit, and then with"
+    " LIGHTNING_BATCHMEM=apply:plan=plan.json to train. In code it is"
+    ' BatchFinder(plan="plan.json", then="exit"), and then apply=True instead of then'
+)
+"""The remedy where a search in the training would have to restore what it cannot."""
+
+
+def check_strategy(trainer: Trainer, *, restores: bool = True) -> None:
+    """Refuse a strategy whose state a search could not restore, or whose memory it cannot read.
+
+    Args:
+        trainer: the Trainer.
+        restores: whether a training follows the search in this process.
+    """
     name = type(trainer.strategy).__name__
     # These are subclasses of accepted ones, so they come first.
-    if _is_strategy(trainer, "DeepSpeedStrategy"):
+    if _is_strategy(trainer, "DeepSpeedStrategy") and restores:
         raise ValueError(
-            f"strategy must not be {name} for BatchFinder, because its engine and optimizer cannot"
-            ' be made again for another batch size. Search once with strategy="fsdp" and'
-            " find_batch_size, and set train_micro_batch_size_per_gpu to the result."
+            f"strategy must not be {name} for a search in the training, because its engine and"
+            f" optimizer cannot be made again for another batch size. {SEARCH_ONLY_TEXT}"
         )
     if _is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy"):
         raise ValueError(
             f"strategy must not be {name} for BatchFinder, because XLA counts no peak memory."
             " Remove BatchFinder, and set the batch size by hand."
         )
-    if not _is_strategy(trainer, "SingleDeviceStrategy", *_OF_RANKS):
+    if restores and not _is_strategy(trainer, "SingleDeviceStrategy", *_OF_RANKS):
         raise ValueError(
             "strategy must be that of a single device, DDP, FSDPStrategy or ModelParallelStrategy"
-            f" (FSDP2) for BatchFinder, got {name}. Search once with one of them and"
-            " find_batch_size, and set the batch size by hand."
+            f" (FSDP2) for a search in the training, got {name}. {SEARCH_ONLY_TEXT}"
         )
+    if not restores:
+        _check_search_only(trainer)
+
+
+def _check_search_only(trainer: Trainer) -> None:
+    """Refuse what a run that only searches cannot do."""
+    if trains_in_other_processes(trainer):
+        raise ValueError(
+            'then="exit" must be used with a strategy that trains in this process or starts the'
+            f" script again, got {type(trainer.strategy).__name__} with processes of its own. Use"
+            ' strategy="ddp".'
+        )
+    if not _is_strategy(trainer, "DeepSpeedStrategy"):
+        return
+    for name, device in _offloaded(trainer).items():
+        if device == "nvme":
+            raise ValueError(
+                f"{name} of DeepSpeed must not be to NVMe for BatchFinder, because a search would"
+                " write the states there again and again. Offload to the CPU, or set the batch size"
+                " by hand."
+            )
+    if _is_pipeline(trainer.lightning_module):
+        raise ValueError(
+            "the module must have no PipelineModule of DeepSpeed for BatchFinder, because its"
+            " micro batches are not those of the loader. Set the batch size by hand."
+        )
+
+
+def _is_pipeline(module: Module) -> bool:
+    kinds = [kind for part in module.modules() for kind in type(part).__mro__]
+    return any(f"{kind.__module__}.{kind.__name__}".startswith(_PIPELINE) for kind in kinds)
+
+
+def _offloaded(trainer: Trainer) -> dict[str, str]:
+    """What DeepSpeed keeps outside the device, with the place."""
+    zero = _zero_config(trainer)
+    names = ("offload_optimizer", "offload_param")
+    places = {name: (zero.get(name) or {}).get("device", "none") for name in names}
+    return {name: place for name, place in places.items() if place != "none"}
+
+
+def _zero_config(trainer: Trainer) -> dict[str, Any]:
+    # mypy does not know the kind of the strategy.
+    config: dict[str, Any] = getattr(trainer.strategy, "config", None) or {}
+    zero: dict[str, Any] = config.get("zero_optimization") or {}
+    return zero
+
+
+def strategy_text(trainer: Trainer) -> str:
+    """The strategy with how it shards and offloads, and the precision."""
+    strategy: Any = trainer.strategy
+    texts = [type(strategy).__name__]
+    if _is_strategy(trainer, "DeepSpeedStrategy"):
+        texts.append(f"stage {_zero_config(trainer).get('stage', 0)}")
+        texts += [f"{name} {place}" for name, place in _offloaded(trainer).items()]
+    if _is_strategy(trainer, "FSDPStrategy"):
+        texts.append(strategy.sharding_strategy.name)
+        texts += ["offload"] if strategy.cpu_offload.offload_params else []
+    return ", ".join([*texts, str(trainer.precision)])
 
 
 def trains_in_other_processes(trainer: Trainer) -> bool:
@@ -78,7 +148,8 @@ def exchange_on_host(trainer: Trainer) -> None:
 def steps_are_collective(trainer: Trainer) -> bool:
     """Whether every step needs all ranks: sharded parameters, or SyncBatchNorm."""
     return trainer.world_size > 1 and (
-        _is_strategy(trainer, *_SHARDING)
+        not _is_strategy(trainer, "DDPStrategy")
+        or _is_strategy(trainer, "DeepSpeedStrategy")
         or any(isinstance(module, SyncBatchNorm) for module in trainer.lightning_module.modules())
     )
 

@@ -21,6 +21,7 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.errors import noted_errors, retry_text
+from lightning_batchmem._lightning.kept_start import KeptStart
 from lightning_batchmem._lightning.optimizer_steps import (
     learning_rate_to_scale,
     project_recipe,
@@ -35,7 +36,7 @@ from lightning_batchmem._lightning.program import (
 )
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem._lightning.steps import EvaluationSteps, TrainingSteps
-from lightning_batchmem._lightning.strategies import bucket_bytes, wrap_again
+from lightning_batchmem._lightning.strategies import bucket_bytes, strategy_text, wrap_again
 from lightning_batchmem._lightning.trainer_state import idle_callbacks_text, weight_average_bytes
 from lightning_batchmem._lightning.training_state import Later, TrainingState
 from lightning_batchmem.batches.loaders import StageLoaders
@@ -49,7 +50,7 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe, longer_search_text
 from lightning_batchmem.search.compiled import each_size_static
-from lightning_batchmem.search.earlier_plan import parameters_text
+from lightning_batchmem.search.kept_trials import KeptTrials
 from lightning_batchmem.search.limits import MemoryRoom
 from lightning_batchmem.search.progress import SearchProgress
 from lightning_batchmem.search.ranks import Ranks
@@ -58,8 +59,6 @@ from lightning_batchmem.search.search import BatchSizeSearch
 # Loaders are requested at this size first. Small even sizes are constants in many projects, so a
 # request at one of them would not show whether a loader follows.
 _FIRST_REQUEST = 13
-
-_START_TEXT_SIMULATED = "BatchFinder: searching on a simulated GPU"
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,8 @@ class TrainerSearch:
         is_simulated: whether the device is a simulated one. The size of the project is rehearsed
             there too.
         earlier: the plan of an earlier fit in this process that has set the size.
+        kept: the trials of a run that only searches, which restores nothing; ``None`` in others.
+        parameters: the number of parameters before a strategy has sharded them.
     """
 
     trainer: Trainer
@@ -101,6 +102,8 @@ class TrainerSearch:
     later: Later | None = None
     is_simulated: bool = False
     earlier: Plan | None = None
+    kept: KeptTrials | None = None
+    parameters: str = ""
 
     def __post_init__(self) -> None:
         trainer = self.trainer
@@ -112,15 +115,15 @@ class TrainerSearch:
             later_bytes += weight_average_bytes(trainer)
         # A Trainer in a worker of Ray has one device, however many workers this machine has.
         ranks_on_host = self.ranks.on_this_host()
-        self._room = MemoryRoom(
+        self.room = MemoryRoom(
             device_memory,
             options.memory_limit,
             self.policy.rehearsal.limit_share,
             ranks_on_host,
             later_bytes,
         )
-        self._device = device_name(trainer.strategy.root_device)
-        if warning := self._room.warning:
+        self.device = device_name(trainer.strategy.root_device)
+        if warning := self.room.warning:
             rank_zero_warn(warning)
 
     def training(
@@ -143,14 +146,16 @@ class TrainerSearch:
         # The path to the size may lead through a class, which is not restored.
         snapshot.add(setting.place.restorer())
         begin = time.monotonic()
-        clean_start = CleanStart(self.trainer, self.device_memory, snapshot)
+        kind = CleanStart if self.kept is None else KeptStart
+        clean_start = kind(self.trainer, self.device_memory, snapshot)
         state = TrainingState(self.trainer, self.later)
         with self._progress() as progress, each_size_static():
             found = self._search_in(state, setting, clean_start, progress, self.options, given_plan)
             if any(self.ranks.exchange(state.is_later)):
                 found = self._confirmed(found, state.text, setting, clean_start, progress)
         wrap_again(self.trainer)
-        plan = self._placed(found.plan, found.setting)
+        placed = self._placed(found.plan, found.setting)
+        plan = replace(placed, strategy=strategy_text(self.trainer))
         texts = []
         # Elsewhere there is room for what callbacks keep.
         if plan.limited_by == "memory":
@@ -172,7 +177,6 @@ class TrainerSearch:
     ) -> FoundPlan:
         """Search in a state of the training, after a later one whose size was ``found``."""
         learning_rate = learning_rate_to_scale(setting, options)
-        parameters = parameters_text(self.trainer.lightning_module)
         with clean_start.entered(state.prepare):
             setting, loaders = self._find_place(setting, clean_start, options)
             before = project_recipe(
@@ -185,7 +189,11 @@ class TrainerSearch:
                         clean_start, setting, loaders, before, state, options, found
                     )
                     with noted_errors(lambda: setting.size, program.batches):
-                        search = self._search_of(program, progress, of_search, parameters)
+                        # The later state has the sizes that come first.
+                        kept = self.kept if found is None else None
+                        search = self._search_of(
+                            program, progress, of_search, self.parameters, kept
+                        )
                         plan = (
                             search.run(given_plan) if found is None else search.confirm(found.plan)
                         )
@@ -326,7 +334,7 @@ class TrainerSearch:
             options.worst_case,
             policy=self.policy.reading,
             largest_size=options.largest_size,
-            room_bytes=self._room.free_bytes(),
+            room_bytes=self.room.free_bytes(),
             reached=partial(reached_samples, self.trainer, loaders.stage, options.largest_size),
         )
 
@@ -390,7 +398,7 @@ class TrainerSearch:
         self, checkpoint: dict[str, Any], *, may_search_again: bool
     ) -> CheckpointPlan | None:
         """The plan with which a resumed training continues; see :func:`plan_to_continue`."""
-        device_and_limit = (self._device, self._room.limit_bytes())
+        device_and_limit = (self.device, self.room.limit_bytes())
         return plan_to_continue(
             checkpoint, self.ranks.exchange(device_and_limit), may_search_again=may_search_again
         )
@@ -417,7 +425,9 @@ class TrainerSearch:
         trainer = self.trainer
         is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         if self.is_simulated:
-            return SearchProgress(enabled=is_shown, start_text=_START_TEXT_SIMULATED)
+            return SearchProgress(
+                enabled=is_shown, start_text="BatchFinder: searching on a simulated GPU"
+            )
         return SearchProgress(enabled=is_shown)
 
     def _search_of(
@@ -426,17 +436,19 @@ class TrainerSearch:
         progress: SearchProgress,
         options: SearchOptions,
         parameters: str = "",
+        kept: KeptTrials | None = None,
     ) -> BatchSizeSearch:
         return BatchSizeSearch(
             program,
-            self._room,
+            self.room,
             options,
             self.policy,
             self.ranks,
             progress,
-            device=self._device,
+            device=self.device,
             parameters=parameters,
             is_simulated=self.is_simulated,
+            kept=kept,
         )
 
     def _placed(self, plan: Plan, setting: BatchSizeSetting) -> Plan:
@@ -449,4 +461,4 @@ class TrainerSearch:
             )
             plan = plan.with_notes(Note("search", old_values))
         place = setting.place.text
-        return replace(plan, place="" if place == self.options.batch_arg_name else place)
+        return replace(plan, place="" if place == SearchOptions.batch_arg_name else place)

@@ -69,6 +69,20 @@ def names_our_arguments(init: Callable[_Arguments, None]) -> Callable[_Arguments
     return checked
 
 
+def check_then(then: object, plan: object, *, apply: bool) -> None:
+    """Raise a ValueError unless what follows the search is possible with this plan."""
+    if then not in ("train", "exit"):
+        raise ValueError(f'then must be "train" or "exit", got {then!r:.80}')
+    if apply and (plan is None or then == "exit"):
+        raise ValueError(
+            "apply=True must come with a plan, and trains with it: pass plan=, and leave then out"
+        )
+    if then == "exit" and not (isinstance(plan, str | Path) and Path(plan).suffix == ".json"):
+        raise ValueError(
+            f'then="exit" must come with a file for the plan, as plan="plan.json", got {plan!r:.80}'
+        )
+
+
 @dataclass(frozen=True)
 class Unit:
     """What sizes count: samples, or values of a budget within which loaders form batches.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.figures import plot_search
@@ -46,6 +47,8 @@ class Plan:
             ``fit``.
         simulated: whether the device was a simulated one. Such a plan is never ``verified``, and
             :class:`~lightning_batchmem.BatchFinder` only rehearses its size first.
+        strategy: the strategy of the Trainer, with how it shards and offloads, and its precision;
+            empty without a Trainer.
     """
 
     chosen: Chosen
@@ -59,6 +62,7 @@ class Plan:
     budget_name: str | None = None
     place: str = ""
     simulated: bool = False
+    strategy: str = ""
 
     def __repr__(self) -> str:
         return f"<Plan: {headline(self)}>"
@@ -269,3 +273,10 @@ class Plan:
     def _rehearsal(self) -> Trial | None:
         passed = ran_through(trial for trial in self.trials if trial.outcome == "ok")
         return next((trial for trial in passed if trial.batch_size == self.batch_size), None)
+
+
+def check_plan(plan: object) -> None:
+    """Raise a ValueError unless ``plan`` can be an earlier plan."""
+    # An empty path would be the working directory.
+    if not isinstance(plan, Plan | str | Path | None) or plan == "":
+        raise ValueError(f"plan must be a Plan, a path or None, got {plan!r:.80}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from lightning_batchmem.plan.json_fields import read_small
 from lightning_batchmem.plan.limits import SearchLimits
@@ -40,13 +41,22 @@ def write_missing_plan(given: object, plan: Plan) -> None:
     if not (plan.verified and is_missing_plan(given)):
         return
     path = Path(str(given))
-    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(plan.to_json(), encoding="utf-8")
-        unfinished.replace(path)
+        write_plan(path, plan)
     except OSError as error:
         warnings.warn(f"The plan could not be written to {path}: {error}", stacklevel=2)
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan, so that each reader sees a whole file.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+    unfinished.write_text(plan.to_json(), encoding="utf-8")
+    unfinished.replace(path)
 
 
 def find_earlier_plan(
@@ -89,7 +99,7 @@ def find_earlier_plan(
         elif not ((plan.verified or plan.simulated) and plan.parameters):
             changes = ["it was not verified by a fit of this version"]
         elif plan.parameters != parameters:
-            changes.append(_changed("number of parameters", plan.parameters, parameters))
+            changes.append(changed("number of parameters", plan.parameters, parameters))
     plan, changes = ranks.exchange((plan, changes))[0]
     if changes:
         return None, [earlier_plan_not_used(*changes)]
@@ -130,13 +140,14 @@ def changes_since(plan: Plan, device: str, limit_bytes: int) -> list[str]:
     changes = []
     # The real device has another name.
     if device != plan.device and not plan.simulated:
-        changes.append(_changed("device", device_text(plan.device), device_text(device)))
+        changes.append(changed("device", device_text(plan.device), device_text(device)))
     if abs(limit_bytes - plan.limit_bytes) > LIMIT_TOLERANCE * plan.limit_bytes:
-        changes.append(_changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
+        changes.append(changed("limit", mib(plan.limit_bytes), mib(limit_bytes)))
     return changes
 
 
-def _changed(name: str, old: str, new: str) -> str:
+def changed(name: str, old: object, new: object) -> str:
+    """A clause about a value that differs."""
     return f"the {name} was {old} and is {new}"
 
 
@@ -144,6 +155,14 @@ def parameters_text(module: Module) -> str:
     """The number of parameters."""
     counts = [parameter.numel() for parameter in module.parameters()]
     return f"{sum(counts):,} in {len(counts)} tensors"
+
+
+def parameters_made_text(module: Module) -> str:
+    """The number of parameters; empty where there are none yet, or they have no shape yet."""
+    parameters = list(module.parameters())
+    if not parameters or any(is_lazy(parameter) for parameter in parameters):
+        return ""
+    return parameters_text(module)
 
 
 def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:

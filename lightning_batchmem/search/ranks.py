@@ -22,6 +22,10 @@ class RankFailedError(RuntimeError):
     """Another rank has failed; the message names the rank and its error."""
 
 
+class RankLostError(RankFailedError):
+    """Another rank has ended without a message, for example because memory ran out."""
+
+
 class Ranks:
     """The processes that search together.
 
@@ -30,12 +34,14 @@ class Ranks:
     Attributes:
         rank: the number of this process.
         size: how many processes there are.
+        goes_on: whether a new start goes on behind a step that ends all ranks.
         in_collective_step: whether the others wait for this one in a step, also after an error.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, *, goes_on: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self.goes_on = goes_on
         self.in_collective_step = False
 
     def exchange(self, value: _Value) -> list[_Value]:
@@ -101,10 +107,13 @@ class Ranks:
             yield
         # Every error is raised again, with a note.
         except Exception as error:
+            advice = "use a lower memory_limit"
+            if self.goes_on:
+                advice = "start the same command again, and the search goes on below this size"
             add_note(
                 error,
                 f"BatchFinder: this error occurred in a step of {batch_size} samples that all ranks"
-                " take together. If a rank ran out of memory, use a lower memory_limit.",
+                f" take together. If a rank ran out of memory, {advice}.",
             )
             raise
         self.in_collective_step = False
@@ -115,7 +124,7 @@ class Ranks:
             torch.distributed.all_gather_object(rows, (failure, value))
         # Gloo and NCCL have no error class for a peer that is gone.
         except RuntimeError as error:
-            raise RankFailedError(
+            raise RankLostError(
                 f"another rank ended without a message; rank {self.rank} waited for it"
             ) from error
         return rows

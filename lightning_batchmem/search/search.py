@@ -27,6 +27,7 @@ from lightning_batchmem.search.earlier_plan import (
     reused,
     why_not_allowed,
 )
+from lightning_batchmem.search.kept_trials import KeptTrials
 from lightning_batchmem.search.limits import MemoryRoom, search_limits
 from lightning_batchmem.search.program import Program
 from lightning_batchmem.search.progress import SearchProgress
@@ -66,6 +67,7 @@ class BatchSizeSearch:
         device: the name of the device.
         parameters: the number of parameters; empty for an evaluation.
         is_simulated: whether times and values of the steps mean nothing.
+        kept: the trials of an earlier start of this search; ``None`` to keep none.
 
     Raises:
         ValueError: if the process already holds as much as ``memory_limit``.
@@ -83,8 +85,8 @@ class BatchSizeSearch:
         device: str,
         parameters: str = "",
         is_simulated: bool = False,
+        kept: KeptTrials | None = None,
     ) -> None:
-        self._program = program
         self._room = room
         self._policy = policy
         self._ranks = ranks
@@ -94,6 +96,7 @@ class BatchSizeSearch:
         # The shards of FSDP1 have different sizes, and all ranks have one plan.
         self._parameters = ranks.exchange(parameters)[0]
         self._is_simulated = is_simulated
+        self._kept = kept or KeptTrials(ranks)
         self._runner = self._runner_of(program)
         keeps_step = options.keeps_step(program.accumulate_grad_batches)
         self._limits = self._limits_of(keeps_step=keeps_step)
@@ -146,7 +149,7 @@ class BatchSizeSearch:
         return replace(plan, trials=(*plan.trials, trial)).with_notes(*trial.notes)
 
     def _plan(self, chosen: Chosen, notes: list[Note]) -> Plan:
-        self._program.check_batch_size(chosen.batch_size)
+        self._runner.program.check_batch_size(chosen.batch_size)
         limits = self._limits
         on_training = [slower_text(chosen.speeds, chosen.batch_size, limits)]
         if not self._is_simulated:
@@ -177,10 +180,11 @@ class BatchSizeSearch:
                 [
                     *[Note("training", text) for text in on_training],
                     *of_steps,
+                    *self._kept.notes,
                     *notes,
                     *chosen.notes,
                     *of_trials,
-                    *self._program.notes,
+                    *self._runner.program.notes,
                     *self._room.notes,
                 ]
             ),
@@ -194,25 +198,33 @@ class BatchSizeSearch:
         The size is timed beside the project's, except where times mean nothing. An earlier plan has
         times of another run.
         """
-        self._trials = ()
-        why_kept = ""
-        while not isinstance(step := decide(self._trials, self._limits, self._policy), Chosen):
+        kept = self._kept
+        subject = (self._device, self._parameters, self._limits.step, self._options)
+        self._trials = kept.read("; ".join(map(str, subject)))
+        if kept.why_kept:
+            self._limits = self._limits_of(keeps_step=True)
+        is_first = True
+        while not isinstance(step := self._decided(), Chosen):
             if isinstance(step, NextSize):
-                if not self._trials:
+                if is_first:
                     self._find_collectives(step.batch_size)
+                is_first = False
                 self._run(step)
                 self._read_limit_again()
             elif self._limits.step.may_keep:
-                why_kept = step.reason
+                self._trials = kept.begin_again(step.reason)
                 self._limits = self._limits_of(keeps_step=True)
-                self._trials = ()
+                is_first = True
             else:
-                texts = [step.reason, *self._explanation(), *self._room.notes]
+                texts = [step.reason, *kept.notes, *self._explanation(), *self._room.notes]
                 raise NothingFitsError(" ".join(map(str, texts)))
-        if why_kept:
-            why = f"{why_kept}. Accumulation keeps the samples of an optimizer step."
+        if kept.why_kept:
+            why = f"{kept.why_kept}. Accumulation keeps the samples of an optimizer step."
             step = replace(step, limited_by="memory", why=why)
         return step if self._is_simulated else self._project_size().compared(step, self._run)
+
+    def _decided(self) -> NextSize | Chosen | SearchFailed:
+        return decide(self._trials, self._kept.to_decide(self._limits), self._policy)
 
     def _runner_of(self, program: Program) -> TrialRunner:
         return TrialRunner(
@@ -220,7 +232,7 @@ class BatchSizeSearch:
         )
 
     def _project_size(self) -> ProjectSize:
-        return ProjectSize(self._program, self._runner, self._limits, self._ranks)
+        return ProjectSize(self._runner.program, self._runner, self._limits, self._ranks)
 
     def _with_growth(self, chosen: Chosen) -> tuple[Chosen, list[Note]]:
         """The size, lowered until what its steps keep fits too, and a note of it.
@@ -263,7 +275,7 @@ class BatchSizeSearch:
 
     def _size_with_room(self, trial: Trial, growth: Growth) -> int:
         """The largest size below a trial's that leaves room for all it keeps; 0 for none."""
-        program = self._program
+        program = self._runner.program
         steps = program.evaluation if growth.is_of_validation else program.training
 
         def fits(size: int) -> bool:
@@ -290,7 +302,7 @@ class BatchSizeSearch:
 
     def _limits_of(self, *, keeps_step: bool) -> SearchLimits:
         limits = search_limits(
-            self._program,
+            self._runner.program,
             self._room,
             self._options,
             self._policy,
@@ -298,7 +310,7 @@ class BatchSizeSearch:
             keeps_step=keeps_step,
         )
         if limits.step.kept_samples is not None:
-            self._program.accumulate(limits.step.kept_samples)
+            self._runner.program.accumulate(limits.step.kept_samples)
         return limits
 
     def _rehearse_again(self, plan: Plan) -> Chosen | SearchFailed:
@@ -318,17 +330,19 @@ class BatchSizeSearch:
     def _run(self, step: NextSize) -> Trial:
         """Run a trial on all ranks; the worst one counts."""
         self._progress.begin_trial(step, self._trials)
-        own_trial = self._runner.run(step.kind, step.batch_size, self._limits)
-        if step.kind == "rehearsal":
-            own_trial = self._with_later_state(own_trial)
-        trial = self._ranks.worst_of(own_trial)
+        with self._kept.running(step, are_collective=self._limits.steps_are_collective):
+            own_trial = self._runner.run(step.kind, step.batch_size, self._limits)
+            if step.kind == "rehearsal":
+                own_trial = self._with_later_state(own_trial)
+            trial = self._ranks.worst_of(own_trial)
         self._progress.measured(trial, self._limits.unit)
         self._trials = (*self._trials, trial)
+        self._kept.end(self._trials)
         return trial
 
     def _with_later_state(self, own_trial: Trial) -> Trial:
         """The worst of a rehearsal and one in the later state, with what the first leaves."""
-        program = self._program.rehearsed_after
+        program = self._runner.program.rehearsed_after
         # A later state may run out of memory that the first one has fragmented.
         if program is None or not self._limits.catches_errors:
             return own_trial
@@ -364,11 +378,11 @@ class BatchSizeSearch:
         device = self._room.device
         device.release_cached()
         breakdown = measure_breakdown(
-            self._program.module,
-            self._program.optimizers,
+            self._runner.program.module,
+            self._runner.program.optimizers,
             # To move a batch to the device could run out of memory once more.
             None,
-            self._program.device,
+            self._runner.program.device,
             start_bytes=device.current().allocated_bytes,
             # Nothing was measured where memory ran out in the first step.
             peak_bytes=trial.memory.peak_bytes or trial.memory.held_bytes or None,
@@ -380,7 +394,7 @@ class BatchSizeSearch:
             set_aside = mib(trial.memory.set_aside_bytes)
             text += f"; samples, DataLoader workers and a checkpoint take {set_aside} more"
         advice = _SMALLER_STEP
-        evaluation = self._program.evaluation
+        evaluation = self._runner.program.evaluation
         if 2 * breakdown.other_bytes > needed_bytes:
             advice = _MORE_ROOM
         elif trial.fails_in_validation and evaluation and not evaluation.follows_size:

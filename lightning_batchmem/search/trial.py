@@ -52,6 +52,9 @@ class TrialRunner:
         ranks: the processes that search together.
         policy: the numbers that steer the search.
         before_step: this function is called before each full step.
+
+    Attributes:
+        program: the same.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class TrialRunner:
         policy: SearchPolicy,
         before_step: Callable[[], object],
     ) -> None:
-        self._program = program
+        self.program = program
         self._device = device
         self._ranks = ranks
         self._policy = policy
@@ -114,8 +117,8 @@ class TrialRunner:
             if not is_out_of_memory(error) or is_collective:
                 raise
             outcome = "out_of_memory"
-            if self._program.training is not None:
-                failed_phase = self._program.phases.phase or ""
+            if self.program.training is not None:
+                failed_phase = self.program.phases.phase or ""
             error_text = self._ranks.named(release_traceback(error))
         trial = self._measured(kind, batch_size, limits, meter)
         if outcome == "ok":
@@ -135,7 +138,7 @@ class TrialRunner:
         limit: AbstractContextManager[object] = nullcontext()
         if not is_collective:
             limit = self._device.limit_enforced(limits.limit_bytes)
-        steps = self._program.primary
+        steps = self.program.primary
         try:
             with (
                 self._watched_steps(batch_size, is_collective),
@@ -158,7 +161,7 @@ class TrialRunner:
 
         A step on copies may be an error of the user's code, and its loss is not known then.
         """
-        measure = self._program.loss_of_copies
+        measure = self.program.loss_of_copies
         return [value_or_none("The loss of copies of a sample", measure, n) for n in batch_sizes]
 
     def calls_collectives(self, batch_size: int) -> bool:
@@ -167,13 +170,13 @@ class TrialRunner:
         Such a step ends before the exchange.
         """
         detector = CollectiveDetector()
-        for steps in (self._program.training, self._program.evaluation):
+        for steps in (self.program.training, self.program.evaluation):
             if steps is None or detector.found:
                 continue
             # The progress shows the steps of trials only.
             meter = self._restarted(batch_size, before_step=lambda: None)
             try:
-                alone = self._program.without_synchronization()
+                alone = self.program.without_synchronization()
                 with alone, detector:
                     for _ in range(2):
                         # A hook comes before the first step of a second epoch.
@@ -205,15 +208,15 @@ class TrialRunner:
     def _restarted(self, batch_size: int, before_step: Callable[[], object]) -> TrialMeter:
         """Go back to the state in which the stage starts."""
         forget_compiled()
-        self._program.restart(batch_size)
-        return TrialMeter(self._program, self._device, self._other_bytes, before_step)
+        self.program.restart(batch_size)
+        return TrialMeter(self.program, self._device, self._other_bytes, before_step)
 
     @contextmanager
     def _watched_steps(self, batch_size: int, is_collective: bool) -> Iterator[None]:
         """Mark the phases of the steps in the body, which ranks take together or alone."""
-        phases = self._program.phases
-        phases.watch(self._program.optimizers)
-        together_or_alone = self._program.without_synchronization()
+        phases = self.program.phases
+        phases.watch(self.program.optimizers)
+        together_or_alone = self.program.without_synchronization()
         if is_collective:
             together_or_alone = self._ranks.collective_step(batch_size)
         try:
@@ -229,7 +232,7 @@ class TrialRunner:
         num_timed = policy.steps.timed_steps if times_count else 1
         # The user's steps may exchange data between ranks, in later steps only.
         seconds = policy.steps.timed_seconds if times_count and self._ranks.size == 1 else 0.0
-        for steps in (self._program.training, self._program.evaluation):
+        for steps in (self.program.training, self.program.evaluation):
             if steps is None:
                 continue
             with ConsecutiveSteps(meter, steps, batch_size) as consecutive:
@@ -237,7 +240,7 @@ class TrialRunner:
                 consecutive.run_timed(num_timed, seconds)
                 consecutive.run_others()
                 consecutive.measure_live_bytes()
-            if steps is self._program.primary:
+            if steps is self.program.primary:
                 meter.read_fixed_bytes()
 
     def _measured(
@@ -250,14 +253,14 @@ class TrialRunner:
         step_seconds = seconds.of_optimizer_step(accumulate)
         samples_per_s = None
         if step_seconds:
-            samples_per_s = accumulate * self._program.primary.items(batch_size) / step_seconds
+            samples_per_s = accumulate * self.program.primary.items(batch_size) / step_seconds
         peaks = phase_peak_bytes(readings)
         held_bytes = held_peak_bytes(readings)
         live_bytes = max(peaks.values(), default=0)
         needed_bytes = held_bytes or live_bytes
         set_aside_bytes = 0
         if limits.is_host:
-            set_aside_bytes = meter.checkpoint_bytes() + self._program.worker_bytes(batch_size)
+            set_aside_bytes = meter.checkpoint_bytes() + self.program.worker_bytes(batch_size)
             # A checkpoint is saved between two steps.
             lasting_bytes = meter.fixed_bytes + meter.gradient_bytes() + set_aside_bytes
             needed_bytes = max(live_bytes, lasting_bytes)
@@ -299,9 +302,9 @@ class TrialRunner:
                 start_bytes=meter.start_bytes,
                 held_peak_bytes=held_bytes,
                 needed_bytes=needed_bytes,
-                set_aside_bytes=max(set_aside_bytes, sample_bytes(self._program, self._device)),
+                set_aside_bytes=max(set_aside_bytes, sample_bytes(self.program, self._device)),
                 fixed_bytes=meter.fixed_bytes,
-                largest_batch_bytes=self._program.largest_batch_bytes,
+                largest_batch_bytes=self.program.largest_batch_bytes,
                 differing_bytes=differing_bytes,
             ),
         )

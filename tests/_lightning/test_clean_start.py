@@ -17,14 +17,16 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_batchmem import BatchFinder
-from lightning_batchmem._lightning import clean_start
+from lightning_batchmem._lightning import muted
 from lightning_batchmem._lightning.clean_start import (
-    MutedExperiment,
     ProjectSnapshot,
+    muted_trainer,
+)
+from lightning_batchmem._lightning.muted import (
+    MutedExperiment,
     muted_callback,
     muted_logger,
     muted_profiler,
-    muted_trainer,
 )
 from tests.helpers.lawful import FAST, Evaluated, quiet_trainer
 
@@ -379,7 +381,7 @@ class After(Callback):
     def on_fit_start(self, trainer, pl_module):
         self.seen = [kept(other) for other in self.others]
         methods = [*vars(trainer.logger).values(), *vars(trainer.profiler).values()]
-        self.seen += [method for method in methods if method is clean_start._nothing]
+        self.seen += [method for method in methods if method is muted._nothing]
 
     def on_exception(self, trainer, pl_module, exception):
         self.on_fit_start(trainer, pl_module)

@@ -64,13 +64,16 @@ class Other:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (DeepSpeedStrategy, "not be DeepSpeedStrategy .* set train_micro_batch_size_per_gpu"),
+        (
+            DeepSpeedStrategy,
+            "not be DeepSpeedStrategy .*:plan=plan.json,then=exit",
+        ),
         (OwnDeepSpeed, "not be OwnDeepSpeed .* cannot be made again"),
         (XLAStrategy, "not be XLAStrategy .* Remove BatchFinder, and set the batch size by hand"),
         (SingleDeviceXLAStrategy, "not be SingleDeviceXLAStrategy .* counts no peak memory"),
         (
             Other,
-            r"be .* FSDPStrategy or ModelParallelStrategy \(FSDP2\) .* got Other\. Search once",
+            r"be .* FSDPStrategy or ModelParallelStrategy \(FSDP2\) .* got Other",
         ),
     ],
 )
