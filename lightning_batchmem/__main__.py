@@ -26,15 +26,15 @@ from lightning_batchmem._lightning.errors import is_our_error
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.figures import plot_memory_over_steps
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
-from lightning_batchmem.plan.options import Objective, object_named
+from lightning_batchmem.plan.options import Objective, SearchOptions, object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
+from lightning_batchmem.script import Script, search_by
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
-from lightning_batchmem.simulated_gpu.launch import Script
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ _FIGURES: dict[str, tuple[str, Callable[[Path], Figure]]] = {
 
 
 def find(
-    make: str,
+    program: list[str],
     trainer: dict[str, Any] | None = None,
     out: Path | None = None,
     gpu: str | None = None,
@@ -62,22 +62,41 @@ def find(
 ) -> int:
     """Compute the batch size, without a training.
 
+    A script runs as it is up to its first Trainer.fit, which searches instead of training. If it
+    ends in the search, it is started again, at most four times. Put options before the script.
+
     Args:
-        make: MODULE:MAKE, a function without arguments that returns a LightningModule, or (module,
+        program: train.py and its arguments, or -m my_package.train and its arguments; or
+            MODULE:MAKE, a function without arguments that returns a LightningModule, or (module,
             data); data is a datamodule or training loaders.
-        trainer: arguments of the Trainer, each as in --trainer.accelerator=gpu.
-        out: a file to write the plan to, as JSON.
-        gpu: search on a simulated GPU with this name; see simulate.
+        trainer: for MODULE:MAKE, arguments of the Trainer, each as in --trainer.accelerator=gpu.
+        out: a file to write the plan to, as JSON; for a script batch_plan.json by default.
+        gpu: for MODULE:MAKE, search on a simulated GPU with this name; see simulate.
         **options: arguments of BatchFinder.
     """
     _check_file(out)
     # Both do nothing without a training. What is given here is not an option of the command.
     finder = SearchOnly(verbose=False, search_on_resume=False, **options)
+    if not command.is_function(program):
+        if trainer is not None or gpu is not None or options["plan"] is not None:
+            raise ValueError(
+                "a script has its own Trainer, and --out names its plan: leave out --trainer,"
+                " --plan and --gpu (simulate searches on other GPUs)"
+            )
+        defaults = asdict(SearchOptions())
+        given = {
+            name: value for name, value in asdict(finder.options).items() if value != defaults[name]
+        }
+        if options["later"] is not None:
+            given["later"] = options["later"]
+        search_by(Script.of_command(program), out or Path(PLAN_NAME), given)
+        return 0
+    (make,) = program
     if gpu is not None:
         if options["plan"] is not None:
             raise ValueError("plan must be null for a simulated GPU")
-        program = Script("function", make, trainer=trainer or {})
-        return _simulated(program, gpu, _CONTEXT, asdict(finder.options), out)
+        script = Script("function", make, trainer=trainer or {})
+        return _simulated(script, gpu, _CONTEXT, asdict(finder.options), out)
     made_trainer, module, data = comparison.make_trainer(
         comparison.function_named(make), trainer or {}
     )

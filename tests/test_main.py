@@ -24,8 +24,9 @@ from lightning_batchmem.__main__ import main, run_installed
 from lightning_batchmem.check import MeasuredStep, PhaseMemory
 from lightning_batchmem.plan.json_fields import to_json
 from lightning_batchmem.profile.columns import read_rows
+from lightning_batchmem.script import Script
 from lightning_batchmem.simulated_gpu import command
-from lightning_batchmem.simulated_gpu.launch import Outcome, Script
+from lightning_batchmem.simulated_gpu.launch import Outcome
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, SAVED_PLAN, Lawful, law, quiet_trainer
 from tests.helpers.profiled import OWN_LOGS
@@ -381,7 +382,7 @@ def test_compare(project, capsys):
 
 def test_a_file_has_the_options(project):
     Path("find.yaml").write_text(
-        "make: my_project:module_alone\nmax_batch_size: 8\ntrainer: {accelerator: cpu}\n"
+        "program: ['my_project:module_alone']\nmax_batch_size: 8\ntrainer: {accelerator: cpu}\n"
         "out: plan.json\n"
     )
     assert main(["find", "--config", "find.yaml"]) == 0
@@ -444,7 +445,7 @@ def error_of(arguments, capsys):
     ("arguments", "message"),
     [
         ("find my_project:mak", "an object of my_project, got 'mak'; it has: torch, Trainer, "),
-        ("find my_project", "a name must be MODULE:NAME, got 'my_project'"),
+        ("find my_project", "there is no script 'my_project' in {cwd}; a function is MODULE:NAME"),
         (
             "find my_projec:make",
             "must name a module, got 'my_projec'; modules in {cwd}: fails, imports, my_project",
@@ -464,7 +465,7 @@ def error_of(arguments, capsys):
         ("compare my_project:make --variants wrong", "of arguments each, got 1: {{}}"),
         ("find my_project:make --no_such 1", "unrecognized arguments: --no_such 1"),
         ("fin my_project:make", "(choose from"),
-        ("find", "required: find.make"),
+        ("find", "required: find.program"),
         (
             "check my_project:make --reference no.json",
             "no.json does not exist. Write it with --update true.",

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_batchmem.check import HOST, MeasuredStep
@@ -15,8 +16,9 @@ from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import shown, table_text
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.plan.text import headline, is_rehearsed
+from lightning_batchmem.script import Script
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, CONTEXT_SOURCE, gpu_named
-from lightning_batchmem.simulated_gpu.launch import Outcome, Script, kernels_of, run
+from lightning_batchmem.simulated_gpu.launch import Outcome, kernels_of, run
 
 GIB = 2**30
 
@@ -30,19 +32,19 @@ _WIDTH = 80
 
 
 def with_program_as_list(words: list[str]) -> list[str]:
-    """The words of a command line, with the program of ``simulate`` and its arguments as a list.
+    """The words of a command line, with the program of ``simulate`` or ``find`` as a list.
 
-    These arguments may have the names of options. An option becomes one word with its value, so
+    Its arguments may have the names of options. An option becomes one word with its value, so
     that an unknown one is an error of its own.
 
     Raises:
         ValueError: if there is no GPU, or no program.
     """
-    if words[:1] != ["simulate"]:
+    if words[:1] not in (["simulate"], ["find"]):
         return words
     joined = words[:1]
     remaining = words[1:]
-    has_gpus = False
+    has_gpus = words[0] == "find"
     while remaining:
         word = remaining.pop(0)
         if word.startswith("--"):
@@ -50,16 +52,24 @@ def with_program_as_list(words: list[str]) -> list[str]:
             if remaining and "=" not in word and word != "--help":
                 word = f"{word}={remaining.pop(0)}"
         elif word != "-h":
+            if has_gpus and words[0] == "find" and is_function([word]):
+                return [*joined, json.dumps([word]), *remaining]
             if has_gpus:
                 return [*joined, json.dumps([word, *remaining])]
             has_gpus = True
         joined.append(word)
-    if not {"-h", "--help"} & set(joined):
+    # A configuration may name the program of find.
+    if words[0] == "simulate" and not {"-h", "--help"} & set(joined):
         raise ValueError(
             "simulate must be followed by a GPU and a program, as in `simulate RTX-4090 train.py`;"
             " `simulate --list` prints the GPUs"
         )
     return joined
+
+
+def is_function(program: list[str]) -> bool:
+    """Whether a program is the name of a function, as in ``module:function``."""
+    return len(program) == 1 and ":" in program[0] and not Path(program[0]).is_file()
 
 
 def given_options(options: SearchOptions) -> dict[str, Any]:

@@ -4,78 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 import torch
 
 from lightning_batchmem.check import MeasuredStep
 from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.script import Script, ended_with_children
 from lightning_batchmem.simulated_gpu.build import LIBRARY, library_folder
 from lightning_batchmem.simulated_gpu.gpus import Gpu, architecture_for, kernels_missing_text
 
 # The library ends a process with this code, after a sentence (EX_SOFTWARE of sysexits.h).
 _NOT_MODELLED = 70
-
-
-@dataclass(frozen=True)
-class Script:
-    """What is run up to its first ``Trainer.fit``.
-
-    Args:
-        kind: a file, a module as after ``python -m``, or a function that makes module and data,
-            for a search or for the memory test.
-        target: the path or the name.
-        arguments: the program's own arguments.
-        trainer: arguments of the Trainer for a function.
-    """
-
-    kind: Literal["script", "module", "function", "memory_test"]
-    target: str
-    arguments: tuple[str, ...] = ()
-    trainer: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of_command(cls, words: list[str]) -> Script:
-        """The program of a command line: ``train.py ...``, ``-m my_package.train ...``.
-
-        The name of an installed program is a script too.
-
-        Raises:
-            ValueError: if there is no such program.
-        """
-        if words[0] == "-m":
-            if len(words) == 1:
-                raise ValueError("-m must be followed by the name of a module")
-            # Only the program itself should import packages of the project.
-            package = words[1].partition(".")[0]
-            in_folder = PathFinder.find_spec(package, [os.getcwd()])
-            if in_folder is None and find_spec(package) is None:
-                raise ValueError(f"there is no module {words[1]!r}")
-            return cls("module", words[1], tuple(words[2:]))
-        path = words[0]
-        if not Path(path).is_file():
-            path = shutil.which(path) or ""
-            if not path:
-                raise ValueError(f"there is no script {words[0]!r} in {Path.cwd()}")
-        with Path(path).open("rb") as file:
-            first_line = file.readline(200)
-        is_installed = path != words[0]
-        is_program = is_installed or first_line.startswith(b"#!")
-        if (is_program and b"python" not in first_line) or b"\0" in first_line:
-            raise ValueError(f"{path} must be a Python script for simulate")
-        return cls("script", path, tuple(words[1:]))
 
 
 @dataclass(frozen=True)
@@ -115,20 +63,6 @@ def kernels_of(gpu: Gpu) -> tuple[Path, int]:
     return folder, architecture
 
 
-@contextmanager
-def _ended_with_children() -> Iterator[None]:
-    """Let SIGTERM raise an exception, with which the process of a program and its files end."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run(program: Script, gpu: Gpu, context_bytes: int, options: Mapping[str, Any]) -> Outcome:
     """Run the program in a new process on one simulated GPU.
 
@@ -145,7 +79,7 @@ def run(program: Script, gpu: Gpu, context_bytes: int, options: Mapping[str, Any
     """
     folder, architecture = kernels_of(gpu)
     with (
-        _ended_with_children(),
+        ended_with_children(),
         tempfile.TemporaryDirectory(prefix="lightning-batchmem-") as directory,
     ):
         files = {name: Path(directory) / name for name in ("request", "result", "report")}

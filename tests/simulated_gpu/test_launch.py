@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from lightning_batchmem.check import MeasuredStep, PhaseMemory
+from lightning_batchmem.script import Script
 from lightning_batchmem.simulated_gpu import launch
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
-from lightning_batchmem.simulated_gpu.launch import Script
 from tests.helpers.lawful import SAVED_PLAN
 
 CONTEXT_BYTES = 300 * 2**20
@@ -40,11 +40,11 @@ def test_an_installed_program(project, monkeypatch):
     (project / "elsewhere").mkdir()
     monkeypatch.chdir(project / "elsewhere")
     assert Script.of_command(["my-train"]).target == str(project / "my-train")
-    with pytest.raises(ValueError, match="other must be a Python script for simulate"):
+    with pytest.raises(ValueError, match="other must be a Python script"):
         Script.of_command(["other"])
     for content in (b"#!/bin/sh\n", b"\x7fELF\0\n"):
         Path("own").write_bytes(content)
-        with pytest.raises(ValueError, match="own must be a Python script for simulate"):
+        with pytest.raises(ValueError, match="own must be a Python script"):
             Script.of_command(["own"])
 
 
