@@ -24,15 +24,14 @@ class CallbackAdder(Callback):
         """Insert them after this one, so that their ``setup`` runs next."""
         # mypy does not see attributes that Lightning sets outside the class Trainer.
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.runs != "both" and any(getattr(one, "runs", "") == "both" for one in callbacks):
+            raise ValueError(
+                "LIGHTNING_BATCHMEM must have neither then=exit nor the word apply for a script"
+                ' with its own BatchFinder: pass plan="plan.json" to it, and then="exit", or'
+                " apply=True"
+            )
         # Names are compared, because the classes for the two packages of Lightning differ.
         names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
         missing = [callback for callback in self._callbacks if type(callback).__name__ not in names]
-        for own in self._callbacks:
-            if getattr(own, "runs", "both") != "both" and own not in missing:
-                raise ValueError(
-                    "LIGHTNING_BATCHMEM must have neither then=exit nor the word apply for a script"
-                    ' with its own BatchFinder: pass plan="plan.json" to it, and then="exit", or'
-                    " apply=True"
-                )
         index = callbacks.index(self) + 1
         callbacks[index:index] = missing

@@ -10,7 +10,7 @@ import lightning.pytorch as lightning_pytorch
 import pytest
 import torch
 
-from lightning_batchmem import BatchFinder, MemoryProfiler, batch_finder, factory
+from lightning_batchmem import BatchFinder, MemoryProfiler, Plan, batch_finder, factory
 from tests.helpers.contract_cases import Case, Net, Noisy, Plain, shuffled
 from tests.helpers.lawful import quiet_trainer
 from tests.helpers.outcomes import assert_same, outcome_of
@@ -271,3 +271,16 @@ def test_two_runs_are_for_a_script_without_a_finder(value, tmp_path, monkeypatch
     trainer = quiet_trainer(*callbacks, default_root_dir=tmp_path, max_epochs=1)
     with pytest.raises(ValueError, match=r"with its own BatchFinder: pass plan=.* or apply=True"):
         trainer.fit(Net(3))
+
+
+def test_a_trainer_that_runs_again_keeps_the_finder_that_was_added(tmp_path, monkeypatch):
+    plan = tmp_path / "plan.json"
+    monkeypatch.setenv(factory.VARIABLE, f"find:plan={plan},then=exit,max_batch_size=8")
+    with pytest.raises(SystemExit):
+        run(lightning_pytorch, tmp_path)
+    monkeypatch.setenv(factory.VARIABLE, f"apply:plan={plan}")
+    trainer, module = run(lightning_pytorch, tmp_path)
+    assert module.batch_size == Plan.from_json(plan.read_text()).batch_size
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(module)
+    assert (trainer.global_step, kinds(trainer)) == (3, ["BatchFinder"])

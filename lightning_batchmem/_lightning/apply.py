@@ -54,6 +54,11 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
             "target_batch_size must be None under manual optimization: your training_step steps the"
             " optimizers itself"
         )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise ValueError(
+            "target_batch_size must be None under DeepSpeed, whose engine has its number of batches"
+            " before the search. Set accumulate_grad_batches of the Trainer."
+        )
     scheduler = in_every_package("callbacks.GradientAccumulationScheduler")
     if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
         raise ValueError(

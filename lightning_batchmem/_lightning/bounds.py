@@ -34,6 +34,8 @@ def why_not_accumulate(trainer: Trainer, loaders: StageLoaders, *, is_budget: bo
         return "your training_step steps the optimizers itself"
     if not steps_are_batches(trainer):
         return "a GradientAccumulationScheduler sets it"
+    if trainer.strategy.handles_gradient_accumulation:
+        return "the engine of DeepSpeed has its own number of batches, which a search cannot change"
     if is_budget:
         return "the batches are formed within a budget"
     if len(loaders.sized) > 1:

@@ -99,7 +99,9 @@ class ProjectSnapshot(Snapshot):
             )
 
 
-def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
+def project_snapshot(
+    trainer: Trainer, kind: type[ProjectSnapshot] = ProjectSnapshot
+) -> ProjectSnapshot:
     """A snapshot of the project of a trainer whose optimizers are not configured yet."""
     sources = [stage_source(trainer)]
     if trainer.training:
@@ -111,7 +113,7 @@ def project_snapshot(trainer: Trainer) -> ProjectSnapshot:
                 " it belong to the old batch size. Read it in configure_optimizers instead."
             )
     loaders = [loader for source in sources for loader in source.passed_loaders()]
-    return ProjectSnapshot(
+    return kind(
         trainer.lightning_module,
         loaders,
         datamodules_of(trainer),

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_batchmem._lightning.size_setting import BatchSizeSetting
 from lightning_batchmem.batches.probe_batches import ProbeBatches
 from lightning_batchmem.devices.foreign_values import add_note, error_text, value_or_none
-from lightning_batchmem.devices.out_of_memory import release_traceback
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory, release_traceback
 from lightning_batchmem.plan.options import SearchOptions
 
 
@@ -42,8 +42,8 @@ def noted_errors(
         yield
     # A user's step may raise any error, which is raised again with the note.
     except Exception as error:
-        # An error of this package says its reason itself.
-        if not is_our_error(error):
+        # An error of this package says its reason itself, and other samples need as much memory.
+        if not (is_our_error(error) or is_out_of_memory(error)):
             counts = [one.distinct_samples for one in batches if one.distinct_samples]
             if counts:
                 add_note(

@@ -48,7 +48,8 @@ def plan_of_file(given: Plan | str | Path, ranks: Ranks) -> Plan:
             ' then="exit".'
         )
     why = f"the size of {source}, found at another start."
-    return replace(plan, chosen=replace(plan.chosen, why=why))
+    # The speeds are of another process.
+    return replace(plan, chosen=replace(plan.chosen, why=why, speeds=()))
 
 
 def changes_of_training(
@@ -98,8 +99,10 @@ def apply_given_plan(
         ValueError: if the plan is of another training, or its size cannot be set.
     """
     plan = plan_of_file(given, search.ranks)
-    # A higher limit does no harm.
-    limit_bytes = min(search.room.limit_bytes(), plan.limit_bytes)
+    limit_bytes = search.room.limit_bytes()
+    # The free memory of a machine varies, and matters where the size does not fit any more.
+    if limit_bytes >= (plan.held_peak_bytes or plan.limit_bytes):
+        limit_bytes = plan.limit_bytes
     # Those that are made later, in configure_model, are not known yet.
     changes = changes_of_training(search, plan, limit_bytes, parameters_made_text(module))
     if changes:

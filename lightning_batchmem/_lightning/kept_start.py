@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot
+from lightning_batchmem._lightning.clean_start import CleanStart, ProjectSnapshot, project_snapshot
+from lightning_batchmem._lightning.size_setting import BatchSizeSetting
+from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.state.snapshot import Restored, restored_parts
+
+
+class AttributesOnly(ProjectSnapshot):
+    """A snapshot of attributes for requests of loaders, without the bytes of tensors."""
+
+    _keeps_tensors = False
+
+    @property
+    def not_restorable(self) -> list[str]:
+        """Nothing, because no step runs."""
+        return []
 
 
 class KeptStart(CleanStart):
@@ -36,3 +49,23 @@ class KeptStart(CleanStart):
 
     def _clear_optimizers(self) -> None:
         """Keep their states."""
+
+
+def found_before_steps(
+    setting: BatchSizeSetting,
+    device_memory: DeviceMemory,
+    find: Callable[[CleanStart], BatchSizeSetting],
+) -> BatchSizeSetting:
+    """The setting at the place that is found, before any step, with attributes restored.
+
+    Args:
+        setting: the setting at the place that the options name.
+        device_memory: the memory of the device.
+        find: finds the place in a state.
+    """
+    snapshot = project_snapshot(setting.trainer, AttributesOnly)
+    # The path may lead through a class, which is not restored.
+    snapshot.add(setting.place.restorer())
+    start = KeptStart(setting.trainer, device_memory, snapshot)
+    with start.entered():
+        return find(start)

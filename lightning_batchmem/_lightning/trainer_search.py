@@ -21,7 +21,7 @@ from lightning_batchmem._lightning.data_source import (
     validation_source,
 )
 from lightning_batchmem._lightning.errors import noted_errors, retry_text
-from lightning_batchmem._lightning.kept_start import KeptStart
+from lightning_batchmem._lightning.kept_start import KeptStart, found_before_steps
 from lightning_batchmem._lightning.optimizer_steps import (
     learning_rate_to_scale,
     project_recipe,
@@ -143,24 +143,31 @@ class TrainerSearch:
             NothingFitsError: if no size fits.
             ValueError: if the batch size of the project cannot be set.
         """
+        if self.kept is not None:
+            setting = found_before_steps(
+                setting,
+                self.device_memory,
+                lambda state: self._find_place(setting, state, self.options)[0],
+            )
         # The path to the size may lead through a class, which is not restored.
         snapshot.add(setting.place.restorer())
         begin = time.monotonic()
-        kind = CleanStart if self.kept is None else KeptStart
-        clean_start = kind(self.trainer, self.device_memory, snapshot)
+        make_start = CleanStart if self.kept is None else KeptStart
+        clean_start = make_start(self.trainer, self.device_memory, snapshot)
         state = TrainingState(self.trainer, self.later)
         with self._progress() as progress, each_size_static():
             found = self._search_in(state, setting, clean_start, progress, self.options, given_plan)
             if any(self.ranks.exchange(state.is_later)):
                 found = self._confirmed(found, state.text, setting, clean_start, progress)
         wrap_again(self.trainer)
-        placed = self._placed(found.plan, found.setting)
-        plan = replace(placed, strategy=strategy_text(self.trainer))
+        plan = replace(
+            self._placed(found.plan, found.setting), strategy=strategy_text(self.trainer)
+        )
         texts = []
         # Elsewhere there is room for what callbacks keep.
         if plan.limited_by == "memory":
             texts.append(idle_callbacks_text(self.trainer))
-        if not self.is_simulated:
+        if not (self.is_simulated or self.kept):
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]
             texts.append(longer_search_text(seconds, plan.training_seconds))
         return plan.with_notes(*(Note("search", text) for text in texts))
@@ -398,9 +405,10 @@ class TrainerSearch:
         self, checkpoint: dict[str, Any], *, may_search_again: bool
     ) -> CheckpointPlan | None:
         """The plan with which a resumed training continues; see :func:`plan_to_continue`."""
-        device_and_limit = (self.device, self.room.limit_bytes())
         return plan_to_continue(
-            checkpoint, self.ranks.exchange(device_and_limit), may_search_again=may_search_again
+            checkpoint,
+            self.ranks.exchange((self.device, self.room.limit_bytes())),
+            may_search_again=may_search_again,
         )
 
     def setting_of_saved(

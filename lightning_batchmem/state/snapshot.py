@@ -44,9 +44,13 @@ class Restored:
         states: the same.
     """
 
+    _keeps_tensors = True
+
     def __init__(self, *states: AttributeState) -> None:
         self.states = states
-        self._tensors = [saved for state in states for saved in state.tensors]
+        self._tensors = [
+            saved for state in states for saved in state.tensors if self._keeps_tensors
+        ]
         self._storages = SavedStorages(flat for saved in self._tensors for flat in saved.flats)
 
     @property
@@ -136,7 +140,7 @@ class Snapshot(Restored):
         self._sharded = ShardedModules()
         for module in modules:
             for name, parameter in module.named_parameters():
-                if is_lazy(parameter):
+                if self._keeps_tensors and is_lazy(parameter):
                     raise ValueError(
                         "every parameter must be initialized before the search, got the lazy"
                         f" parameter {name!r}; run one forward pass before, or in configure_model"

@@ -163,6 +163,14 @@ def test_what_follows_the_search_is_checked():
         BatchFinder(plan="plan.json", then="stop")
 
 
+def test_a_lower_limit_in_which_the_size_still_fits_does_no_harm(train):
+    # As on a machine where other processes hold memory for a while.
+    rehearsed = replace(PLAN.trials[-1], kind="rehearsal", batch_size=64, outcome="ok")
+    memory = replace(rehearsed.memory, held_peak_bytes=400 * MIB)
+    plan = replace(PLAN, limit_bytes=600 * MIB, trials=(replace(rehearsed, memory=memory),))
+    assert train(plan)[0].sizes == [64] * 3
+
+
 def test_a_higher_limit_does_no_harm(train):
     assert train(replace(PLAN, limit_bytes=200 * MIB))[0].sizes == [64] * 3
 

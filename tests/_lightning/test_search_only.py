@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_batchmem.pytorch_lightning
 from lightning_batchmem import BatchFinder, Plan, batch_finder, find_batch_size
 from lightning_batchmem.search.kept_trials import ENDED
-from tests.helpers.lawful import FAST, MIB, Lawful, found_size, law, quiet_trainer
+from tests.helpers.lawful import FAST, MIB, Lawful, found_size, law, loader, quiet_trainer
 from tests.helpers.plans import search_notes
 
 ROOT = Path(__file__).parents[2]
@@ -251,6 +252,28 @@ def test_the_other_package(device, path):
         trainer.fit(OfStandalone(device))
     assert Plan.from_json(path.read_text()).batch_size == FOUND
     assert os.listdir(path.parent) == ["plan.json"]
+
+
+class Configured(Lawful):
+    """Has its size in an object of its own, which no restored step would put back."""
+
+    def __init__(self, device):
+        super().__init__(device, law, batch_size=SimpleNamespace())
+        self.config = Configuration()
+
+    def train_dataloader(self):
+        return loader(self.config.loader_size)
+
+
+class Configuration:
+    loader_size = 24
+
+
+def test_the_size_of_the_project_is_that_before_its_place_was_looked_for(find, device):
+    module = Configured(device)
+    plan = find(module)
+    assert (plan.batch_size, plan.place) == (FOUND, "config.loader_size")
+    assert plan.project_batch_size == 24
 
 
 def test_hooks_that_wrap_a_layer_run_once(find, device):
