@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 # This function is private in lightning 2.5.0 to 2.6.6.
@@ -292,9 +291,12 @@ class InHook:
 
     def restorer(self) -> Callable[[], None]:
         name = self.source.hook
+        undo = ExitStack()
         if name in self._attributes:
-            return partial(self._attributes.__setitem__, name, self._attributes[name])
-        return partial(self._attributes.pop, name, None)
+            undo.callback(self._attributes.__setitem__, name, self._attributes[name])
+        else:
+            undo.callback(self._attributes.pop, name, None)
+        return undo.close
 
     @property
     def _attributes(self) -> dict[str, Any]:
