@@ -36,8 +36,8 @@ class Plan:
         notes: remarks on the training and on the search, each with its kind; see
             :data:`~lightning_batchmem.plan.notes.NoteKind`.
         parameters: the number of parameters, which has to be the same before
-            ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. Under
-            FSDP1 it counts the first rank's shard.
+            ``BatchFinder(plan=...)`` uses the plan again; empty for a plan of an evaluation. It
+            counts them before a strategy shards them, if they exist in ``setup``.
         budget_name: the attribute that ``batch_size`` is a value of, where it is a budget within
             which loaders form their own batches, such as ``"max_tokens"``. All sizes are budgets
             then, and throughput is in items. ``None``: sizes are in samples.
