@@ -51,8 +51,9 @@ from benchmarks.common import (
 )
 from benchmarks.networks.images import resnet18
 from benchmarks.networks.texts import gpt2, text_loss
+from lightning_batchmem.script import Script
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
-from lightning_batchmem.simulated_gpu.launch import Script, kernels_of, run
+from lightning_batchmem.simulated_gpu.launch import kernels_of, run
 
 KIB_IN_GIB = 2**20
 SAMPLES = 10_000_000
