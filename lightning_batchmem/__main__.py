@@ -32,7 +32,7 @@ from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
 from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
-from lightning_batchmem.script import Script, search_by
+from lightning_batchmem.script import Script, given_options, search_by
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
 
@@ -83,10 +83,7 @@ def find(
                 "a script has its own Trainer, and --out names its plan: leave out --trainer,"
                 " --plan and --gpu (simulate searches on other GPUs)"
             )
-        defaults = asdict(SearchOptions())
-        given = {
-            name: value for name, value in asdict(finder.options).items() if value != defaults[name]
-        }
+        given = given_options(finder.options, SearchOptions())
         if options["later"] is not None:
             given["later"] = options["later"]
         search_by(Script.of_command(program), out or Path(PLAN_NAME), given)
@@ -137,7 +134,8 @@ def simulate(
         min_steps_per_epoch=min_steps_per_epoch,
         **options,
     )
-    options_given = command.given_options(finder.options)
+    defaults = SearchOptions(objective="memory", min_steps_per_epoch=None)
+    options_given = given_options(finder.options, defaults)
     return _simulated(Script.of_command(program), gpus, context, options_given, out)
 
 

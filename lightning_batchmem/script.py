@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from lightning_batchmem.factory import VARIABLE
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.search.kept_trials import ended_in_trial
 
 MOST_STARTS = 4
@@ -85,6 +86,15 @@ def ended_with_children() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def given_options(options: SearchOptions, defaults: SearchOptions) -> dict[str, Any]:
+    """The options that differ from the defaults of a command.
+
+    Where there are none, those of the project's own BatchFinder hold.
+    """
+    before = asdict(defaults)
+    return {name: value for name, value in asdict(options).items() if value != before[name]}
 
 
 def search_by(script: Script, path: Path, options: Mapping[str, Any]) -> None:

@@ -41,8 +41,8 @@ _PIPELINE = "deepspeed.runtime.pipe.module.PipelineModule"
 SEARCH_ONLY_TEXT = (
     "A run that only searches restores nothing: start your command with"
     " LIGHTNING_BATCHMEM=find:plan=plan.json,then=exit, and then with"
-    " LIGHTNING_BATCHMEM=apply:plan=plan.json to train. In code it is"
-    ' BatchFinder(plan="plan.json", then="exit"), and then apply=True instead of then'
+    " LIGHTNING_BATCHMEM=apply:plan=plan.json to train (in code"
+    ' BatchFinder(plan="plan.json", then="exit"), and then apply=True instead)'
 )
 """The remedy where a search in the training would have to restore what it cannot."""
 

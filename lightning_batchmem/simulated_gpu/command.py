@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,6 @@ def with_program_as_list(words: list[str]) -> list[str]:
 def is_function(program: list[str]) -> bool:
     """Whether a program is the name of a function, as in ``module:function``."""
     return len(program) == 1 and ":" in program[0] and not Path(program[0]).is_file()
-
-
-def given_options(options: SearchOptions) -> dict[str, Any]:
-    """The options that differ from the defaults of ``simulate``.
-
-    Where there are none, those of the project's own BatchFinder hold.
-    """
-    defaults = asdict(SearchOptions(objective="memory", min_steps_per_epoch=None))
-    return {name: value for name, value in asdict(options).items() if value != defaults[name]}
 
 
 @dataclass(frozen=True)
