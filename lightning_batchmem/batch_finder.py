@@ -167,6 +167,8 @@ class BatchFinder(Callback):
 
     # Whether the device is a simulated one.
     _is_simulated = False
+    # Whether a search keeps the engine of the strategy, because the process ends after it.
+    _keeps_engine = False
 
     @names_our_arguments
     def __init__(
@@ -253,9 +255,8 @@ class BatchFinder(Callback):
         begin_run()
         # An earlier run may have ended without a teardown.
         self._run.end()
-        ranks = Ranks(trainer.global_rank, trainer.world_size, goes_on=self.runs == "search")
         self._run = run = FinderRun(
-            ranks,
+            self._ranks_of(trainer),
             # A process that only searches must not train after an error.
             is_optional=self._is_optional and self.runs != "search",
             parameters=parameters_made_text(pl_module),
@@ -268,7 +269,7 @@ class BatchFinder(Callback):
             return
         # The check comes before Lightning makes an engine that could not be made again.
         with run.kept_refusal():
-            check_strategy(trainer, restores=self.runs != "search")
+            check_strategy(trainer, restores=self.runs != "search" and not self._keeps_engine)
         if stage != "fit":
             run.call_before(
                 stage_loop(trainer), "setup_data", lambda: self._evaluation(trainer, pl_module)
@@ -308,10 +309,9 @@ class BatchFinder(Callback):
             # estimated_stepping_batches.
             discard_train_loader(trainer)
             setting = self._setting(trainer, pl_module)
-            earlier = earlier_plan_of(setting.owners)
             given_plan = self._given_plan or self._plan_in_place(setting)
             # It begins with an exchange, so the other ranks end here too if one has failed.
-            search = self._search_in(trainer, options, earlier)
+            search = self._search_in(trainer, options, earlier_plan_of(setting.owners))
             # A resumed run continues with it, without a search.
             saved_plan = None
             if run.checkpoint and self._search_on_resume is not True:
@@ -325,7 +325,9 @@ class BatchFinder(Callback):
                 setting = search.setting_of_saved(plan, setting, snapshot)
                 snapshot.restore_or_warn()
             else:
-                plan = search.training(setting, snapshot, given_plan)
+                plan = search.training(
+                    setting, None if self._keeps_engine else snapshot, given_plan
+                )
                 limit_bytes = plan.limit_bytes
                 setting = setting.at(plan.place)
             plan = apply_to_training(setting, plan, run.undo)
@@ -342,6 +344,9 @@ class BatchFinder(Callback):
                 self._report(trainer, plan)
                 if trainer.is_global_zero:
                     write_missing_plan(self._given_plan, plan)
+
+    def _ranks_of(self, trainer: Trainer) -> Ranks:
+        return Ranks(trainer.global_rank, trainer.world_size, goes_on=self.runs == "search")
 
     def _setting(self, trainer: Trainer, module: LightningModule) -> BatchSizeSetting:
         options = self.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -156,6 +156,9 @@ class StageProgram(Program):
         self._keeps_caches = True
 
     def without_synchronization(self) -> AbstractContextManager[None]:
+        if self.steps_are_collective:
+            # There is no such step.
+            return nullcontext()
         return without_synchronization(self.trainer)
 
     def _begin(self, batch_size: int) -> None:

@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_batchmem._lightning.apply import check_training, with_learning_rates
-from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.given_plan import changes_of_training, plan_of_file
 from lightning_batchmem._lightning.muted import muted_callback, muted_logger
@@ -94,9 +93,7 @@ def find_plan(
     plan, notes = _plan_of_earlier_start(search, path)
     if plan is None:
         discard_train_loader(trainer)
-        # There is nothing to restore.
-        snapshot = ProjectSnapshot(LightningModule())
-        plan = search.training(make_setting(), snapshot, None).with_notes(*notes)
+        plan = search.training(make_setting(), None, None).with_notes(*notes)
         if trainer.is_global_zero:
             write_plan(path, plan)
         if search.kept is not None:

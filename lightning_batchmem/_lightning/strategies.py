@@ -56,7 +56,7 @@ def check_strategy(trainer: Trainer, *, restores: bool = True) -> None:
     """
     name = type(trainer.strategy).__name__
     # These are subclasses of accepted ones, so they come first.
-    if _is_strategy(trainer, "DeepSpeedStrategy") and restores:
+    if has_engine(trainer) and restores:
         raise ValueError(
             f"strategy must not be {name} for a search in the training, because its engine and"
             f" optimizer cannot be made again for another batch size. {SEARCH_ONLY_TEXT}"
@@ -136,6 +136,39 @@ def trains_in_other_processes(trainer: Trainer) -> bool:
     """Whether the strategy trains in processes that it starts, as ``ddp_spawn`` does."""
     kind = lightning_name(trainer, "strategies.launchers._MultiProcessingLauncher")
     return isinstance(trainer.strategy.launcher, kind)
+
+
+def has_engine(trainer: Trainer) -> bool:
+    """Whether the strategy has an engine, which cannot be made again for another size."""
+    return _is_strategy(trainer, "DeepSpeedStrategy")
+
+
+def exchanges_buckets(trainer: Trainer) -> bool:
+    """Whether ranks exchange gradients in the buckets of DDP."""
+    return _is_strategy(trainer, "DDPStrategy") and not has_engine(trainer)
+
+
+def check_one_rank(trainer: Trainer) -> None:
+    """Refuse a strategy whose first rank cannot run without the others."""
+    strategy: Any = trainer.strategy
+    if trainer.world_size == 1:
+        return
+    environment = type(strategy.cluster_environment).__name__
+    if environment != "TorchElasticEnvironment":
+        raise ValueError(
+            f"the Trainer has the plugin {environment}, whose ranks are not those of simulate; run"
+            " the program without it"
+        )
+    if _is_strategy(trainer, "ModelParallelStrategy"):
+        # It is private in lightning 2.5.0 to 2.6.6.
+        size = strategy._tensor_parallel_size
+        if size == "auto":
+            size = trainer.num_devices
+        if size != 1:
+            raise ValueError(
+                "ModelParallelStrategy must have tensor_parallel_size=1 for simulate, because each"
+                f" rank of tensor parallelism computes something else, got {size}"
+            )
 
 
 def exchange_on_host(trainer: Trainer) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.apply import CheckpointPlan, plan_to_continue
@@ -129,14 +129,15 @@ class TrainerSearch:
     def training(
         self,
         setting: BatchSizeSetting,
-        snapshot: ProjectSnapshot,
+        snapshot: ProjectSnapshot | None,
         given_plan: Plan | str | Path | None,
     ) -> Plan:
         """Search with training steps; validation is one of their phases.
 
         Args:
             setting: the places of the batch size.
-            snapshot: the state before the optimizers were configured.
+            snapshot: the state before the optimizers were configured; ``None`` if nothing is
+                restored.
             given_plan: an earlier plan to use again.
 
         Raises:
@@ -149,6 +150,7 @@ class TrainerSearch:
                 self.device_memory,
                 lambda state: self._find_place(setting, state, self.options)[0],
             )
+        snapshot = snapshot or ProjectSnapshot(LightningModule())
         # The path to the size may lead through a class, which is not restored.
         snapshot.add(setting.place.restorer())
         begin = time.monotonic()

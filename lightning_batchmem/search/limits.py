@@ -212,7 +212,7 @@ def search_limits(
         missing_bytes=max(0, *missing_of_ranks),
         fragmented_bytes=max(fragmented),
         is_host=room.device.is_host,
-        steps_are_collective=program.steps_are_collective,
+        steps_are_collective=program.steps_are_collective and ranks.ends_together,
         has_expandable_segments=all(expandable),
         avoided_sizes=frozenset().union(*avoided),
     )

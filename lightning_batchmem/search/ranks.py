@@ -32,11 +32,14 @@ class Ranks:
     Each of them calls :meth:`exchange` equally often, and once more after an error.
 
     Attributes:
+        ends_together: whether an error in a step that ranks take together ends all of them.
         rank: the number of this process.
         size: how many processes there are.
         goes_on: whether a new start goes on behind a step that ends all ranks.
         in_collective_step: whether the others wait for this one in a step, also after an error.
     """
+
+    ends_together = True
 
     def __init__(self, rank: int, size: int, *, goes_on: bool = False) -> None:
         self.rank = rank

@@ -354,7 +354,8 @@ class BatchSizeSearch:
 
     def _find_collectives(self, batch_size: int) -> None:
         """Before the first trial, find out whether the user's own steps need all ranks."""
-        if self._ranks.size == 1 or self._limits.steps_are_collective:
+        ranks = self._ranks
+        if ranks.size == 1 or not ranks.ends_together or self._limits.steps_are_collective:
             return
         calls_collectives = self._runner.calls_collectives(batch_size)
         is_collective = any(self._ranks.exchange(calls_collectives))

@@ -19,7 +19,7 @@ from runpy import run_path
 from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
-MODELLED = HERE / "cuda_stub.cpp"
+MODELLED = (HERE / "cuda_stub.cpp", HERE / "nccl_stub.cpp")
 OF_CUDNN = HERE / "cudnn_stub.cpp"
 NOT_MODELLED = HERE / "not_modelled.cpp"
 EXPORTED = HERE / "exported.map"
@@ -219,7 +219,8 @@ def _require_own(path: Path) -> None:
 
 def _name(headers: Path, cudnn: Path | None, libraries: list[Path]) -> str:
     """A name that changes with everything that the library is made of."""
-    inputs = [Path(__file__), MODELLED, NOT_MODELLED, EXPORTED, *sorted(OWN_HEADERS.rglob("*.h"))]
+    inputs = [Path(__file__), *MODELLED, NOT_MODELLED, EXPORTED]
+    inputs += sorted(OWN_HEADERS.rglob("*.h"))
     inputs += [headers / "cuda.h", headers / "cuda_runtime_api.h"]
     if cudnn is not None:
         inputs += [OF_CUDNN, *sorted(cudnn.glob("cudnn*.h"))]
@@ -265,7 +266,7 @@ def _compile(
 ) -> None:
     """Compile the functions that are modelled, then one for each other function of a library."""
     folders = [OWN_HEADERS, headers, scratch]
-    sources = [MODELLED]
+    sources = [*MODELLED]
     functions = {library.name: _functions(library) for library in libraries}
     functions["libcuda.so.1"] = _driver_functions((headers / "cuda.h").read_text())
     if cudnn is not None:

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 PACKAGE = "lightning_batchmem.simulated_gpu"
 
 # Each of them imports those before it.
-VALUE_MODULES = ("known", "unknown", "assumptions", "values")
+VALUE_MODULES = ("known", "unknown", "assumptions", "one_rank", "values")
 
 
 class Child:
@@ -46,6 +46,9 @@ class Child:
         self._request = request
         # They are computed from the import of torch on.
         self._values: Any = None
+        devices = request["devices"] or 1
+        self._ranks = devices * (request["nodes"] or 1)
+        self._visible_devices = ",".join(map(str, range(devices)))
 
     def run(self) -> None:
         """Run the program; ends the process where it calls ``Trainer.fit``."""
@@ -57,6 +60,8 @@ class Child:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        if self._ranks > 1:
+            set_rank_variables(self._request["devices"], self._ranks)
         trainers = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
         changes = {"torch": self._change_torch, **dict.fromkeys(trainers, self._change_trainer)}
         sys.meta_path.insert(0, ChangedModules(changes))
@@ -108,11 +113,13 @@ class Child:
 
     def _change_torch(self, torch: Any) -> None:
         """Leave cuDNN what it plans without a device, and compute the values that are known."""
-        show_the_gpu()
+        show_the_gpu(self._visible_devices)
         limit_cudnn(torch)
         for name in VALUE_MODULES:
             loaded = _loaded_by_path(name)
-        self._values = loaded.Values()
+        if self._ranks > 1:
+            sys.modules[f"{PACKAGE}.one_rank"].meet_nobody(self._ranks)
+        self._values = loaded.Values(self.refuse)
         self._values.enter()
 
     def _change_trainer(self, module: Any) -> None:
@@ -123,9 +130,12 @@ class Child:
 
         @functools.wraps(make)
         def checked_init(trainer: Any, *arguments: Any, **keywords: Any) -> None:
-            show_the_gpu()
+            show_the_gpu(self._visible_devices)
             given = inspect.signature(make).bind(trainer, *arguments, **keywords)
-            self._checked("use_one_device", given.arguments)
+            world = self._checked("use_devices", given.arguments, self._request)
+            if world is not None:
+                # The library has to be loaded for this number of devices.
+                self.finish({"start_again": world})
             make(*given.args, **given.kwargs)
 
         @functools.wraps(fit)
@@ -156,6 +166,24 @@ class Child:
             assumed = self._values.assumptions[-1:]
             parts = [f"{self._request['target']} ended with an error", *assumed]
             self.refuse(" after this was assumed: ".join(parts))
+
+
+def set_rank_variables(devices: int, ranks: int) -> None:
+    """Set what torchrun would set for the first rank."""
+    # In a job of Slurm, Lightning would take its variables.
+    os.environ.pop("SLURM_NTASKS", None)
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        GROUP_RANK="0",
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(devices),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        TORCHELASTIC_RUN_ID="simulated",
+        # Its thread would end a process that takes no step for minutes.
+        TORCH_NCCL_ENABLE_MONITORING="0",
+    )
 
 
 def simulates_cudnn() -> bool:
@@ -221,10 +249,10 @@ def _without_cudnn(torch: Any, function: Callable[..., Any]) -> Callable[..., An
     return with_own_kernels
 
 
-def show_the_gpu() -> None:
+def show_the_gpu(visible_devices: str) -> None:
     """Let the program see the simulated GPU where it has named another one of its machine."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") not in (None, "", "-1"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
 
 
 class ChangedModules(MetaPathFinder):

@@ -32,6 +32,9 @@ UNREAD_BYTES = 4 * MIB
 
 Number = bool | int | float
 
+# DeepSpeed replaces it by a function that makes tensors of the device.
+_empty = torch.empty
+
 # With the library of the simulated GPU.
 _PROCESS = ctypes.CDLL(None)
 
@@ -147,7 +150,7 @@ def covers_its_storage(tensor: Tensor) -> bool:
 def host_view(tensor: Tensor) -> Tensor:
     """Return a tensor of the host over the bytes of a tensor of the device."""
     storage = tensor.untyped_storage()
-    made = torch.empty(0, dtype=tensor.dtype)
+    made = _empty(0, dtype=tensor.dtype, device="cpu")
     if storage.nbytes() == 0:
         return made.new_empty(tensor.shape)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())

@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,26 +15,37 @@ from lightning.pytorch import Trainer
 
 from lightning_batchmem import check, comparison
 from lightning_batchmem._lightning.strategies import (
+    check_one_rank,
     check_strategy,
     exchange_on_host,
+    exchanges_buckets,
+    has_engine,
+    strategy_text,
     trains_in_other_processes,
 )
+from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
     in_every_package,
     is_fast_dev_run,
 )
 from lightning_batchmem.batch_finder import BatchFinder
+from lightning_batchmem.devices.out_of_memory import is_out_of_memory
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.objectives import objective_of
+from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.compiled import compiled_frames
+from lightning_batchmem.search.kept_trials import KeptTrials, ended_in_trial, trials_path
+from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import NothingFitsError
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 MEMORY_TEST = "memory_test"
+MOST_DEVICES = 8
+"""Simulated GPUs of a node."""
 
 # The process ends after its search, so nobody needs its weights and its data again. Small buffers
 # may decide what a step does: counters, and places in a memory bank.
@@ -48,9 +60,37 @@ _CONVOLUTIONS = (
 
 
 class SimulatedSearch(SearchOnly):
-    """A search that rehearses the project's own size too."""
+    """A search that rehearses the project's own size too.
+
+    Args:
+        plan_path: a path beside which trials are kept, where an engine cannot be made again and a
+            size that does not fit ends the process.
+        **options: arguments of BatchFinder.
+    """
 
     _is_simulated = True
+
+    def __init__(self, *, plan_path: Path | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._plan_path = plan_path
+        self._keeps_engine = plan_path is not None
+
+    def _ranks_of(self, trainer: Trainer) -> Ranks:
+        if trainer.world_size == 1:
+            return super()._ranks_of(trainer)
+        return EqualRanks(trainer.world_size, ends_together=self._keeps_engine)
+
+    def _search_in(
+        self,
+        trainer: Trainer,
+        options: SearchOptions,
+        earlier: Plan | None = None,
+        kept: KeptTrials | None = None,
+    ) -> TrainerSearch:
+        if self._plan_path is not None:
+            path = trials_path(self._plan_path)
+            kept = KeptTrials(self._run.ranks, path, strategy_text(trainer))
+        return super()._search_in(trainer, options, earlier, kept)
 
 
 def trainer_of(kind: str, target: str, arguments: Mapping[str, Any]) -> tuple[Trainer, Any, Any]:
@@ -69,28 +109,68 @@ def trainer_of(kind: str, target: str, arguments: Mapping[str, Any]) -> tuple[Tr
     return comparison.make_trainer(make, arguments)
 
 
-def use_one_device(given: dict[str, Any]) -> None:
-    """Let the Trainer train on the simulated GPU, also where it names another one.
+def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, int] | None:
+    """Let the Trainer train on the simulated GPUs, also where it names others.
 
     Args:
-        given: the arguments of the Trainer, in which ``devices`` changes.
+        given: the arguments of the Trainer, in which ``devices`` and ``num_nodes`` change.
+        request: what the process was started with.
+
+    Returns:
+        What the process has to be started with instead; ``None`` if it can go on.
 
     Raises:
-        ValueError: for several devices or nodes.
+        ValueError: if the command has other numbers.
     """
     devices = given.get("devices", "auto")
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
-    nodes = given.get("num_nodes", 1)
+    count = len(devices) if isinstance(devices, list) else devices
+    started = (request["devices"] or 1, request["nodes"] or 1)
     # Lightning itself refuses no device at all.
-    is_one = devices in ("auto", -1, "-1", 0, "0") or comparison.is_one_device(devices)
-    if not is_one or nodes != 1:
-        raise ValueError(
-            f"the Trainer must have one device on one node for simulate, got devices={devices!r}"
-            f" and num_nodes={nodes!r}; run the program with devices=1 and num_nodes=1"
-        )
+    is_open = count in ("auto", -1, "-1", 0, "0")
+    nodes = given.get("num_nodes", 1)
+    # A program that names its arguments may give the default.
+    wanted = (started[0] if is_open else int(count), started[1] if nodes == 1 else nodes)
+    if wanted != started:
+        return _other_start(*wanted, request)
     if isinstance(devices, list):
-        given["devices"] = [0]
+        given["devices"] = count if count > 1 else [0]
+    if started[1] > 1:
+        given["num_nodes"] = started[1]
+    return None
+
+
+def _other_start(devices: int, nodes: int, request: Mapping[str, Any]) -> dict[str, int]:
+    text = f"the Trainer has devices={devices} and num_nodes={nodes}"
+    if request["devices"] is not None or request["nodes"] is not None:
+        raise ValueError(
+            f"{text}, which --devices and --nodes do not replace: leave them out, or let the"
+            " program take its numbers from its arguments"
+        )
+    if devices > MOST_DEVICES:
+        raise ValueError(f"{text}, and a node has at most {MOST_DEVICES} simulated GPUs")
+    return {"devices": devices, "nodes": nodes}
+
+
+class EqualRanks(Ranks):
+    """The first of many ranks, which all hold what it holds, and do not exist.
+
+    Args:
+        size: how many ranks there are.
+        ends_together: whether an error in a step ends the process.
+    """
+
+    def __init__(self, size: int, *, ends_together: bool) -> None:
+        super().__init__(0, size, goes_on=True)
+        self.ends_together = ends_together
+
+    def on_this_host(self) -> int:
+        """This process only: the memory of this host is not that of a node."""
+        return 1
+
+    def _gather(self, failure: str | None, value: Any) -> list[Any]:
+        return [(failure, value)] * self.size
 
 
 def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[str, Any]:
@@ -106,18 +186,21 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         ValueError: for a training that would not run, or not on this GPU.
     """
     trainer = given["self"]
-    _check_trainer(trainer)
+    plan_path = Path(request["kept_plan"]) if has_engine(trainer) else None
+    _check_trainer(trainer, keeps_engine=plan_path is not None)
     SavedStorages.largest_bytes = _LARGEST_SAVED_BYTES
-    exchange_on_host(trainer)
+    if trainer.world_size == 1:
+        exchange_on_host(trainer)
     notes = []
     if given.get("ckpt_path") is not None:
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
+    notes += _notes_about_ranks(trainer)
     notes += _notes_about_cudnn(given["model"], is_simulated=request["simulates_cudnn"])
     is_memory_test = request["kind"] == MEMORY_TEST
     if is_memory_test:
         finder = check.finder_of(SearchOnly)
     else:
-        finder = _finder(trainer, request["options"], notes)
+        finder = _finder(trainer, request["options"], notes, plan_path)
     try:
         plan = finder.search(
             trainer,
@@ -126,12 +209,16 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             given.get("train_dataloaders"),
             given.get("val_dataloaders"),
         )
-    except torch.OutOfMemoryError as error:
+    except NothingFitsError as error:
+        return {"nothing_fits": " ".join([*notes, str(error)])}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if plan_path is not None and ended_in_trial(plan_path):
+            return {"start_again": {}}
         # The rest of the text is about this process.
         reason = str(error).partition(" GPU ")[0]
         return {"nothing_fits": f"{NOTHING_FITS}: before the first step, {reason}"}
-    except NothingFitsError as error:
-        return {"nothing_fits": " ".join([*notes, str(error)])}
     if plan.project_recipe and "LBFGS" in plan.project_recipe.optimizer_names:
         notes.append(
             "A step of LBFGS ends after its first iteration on a simulated GPU, and needs more"
@@ -149,8 +236,43 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     simulated = simulated_plan(plan, request["gpu"], notes)
     return {
         "plan": json.loads(simulated.to_json()),
+        "world": _world(request, trainer),
         "assumptions": notes,
         "multiple_of": finder.options.multiple_of or 1,
+    }
+
+
+def _notes_about_ranks(trainer: Trainer) -> list[str]:
+    """What is assumed of the other ranks; nothing where there is one."""
+    ranks = trainer.world_size
+    if ranks == 1:
+        return []
+    notes = [f"This is rank 0 of {ranks}. The others are taken to be equal to it."]
+    if has_engine(trainer):
+        notes.append("Under DeepSpeed another rank may need 4 % more.")
+    if exchanges_buckets(trainer):
+        notes.append(
+            "DDP may hold its buckets of gradients twice for a moment, and the bytes that the search"
+            " left free are one copy."
+        )
+    on_node = trainer.num_devices
+    if on_node > 1:
+        notes.append(f"The {on_node} processes of a node hold {on_node} times the host memory of one.")
+    return notes
+
+
+def _world(request: Mapping[str, Any], trainer: Trainer) -> dict[str, Any] | None:
+    """The ranks, and what NCCL has taken; ``None`` for one rank."""
+    if trainer.world_size == 1:
+        return None
+    nccl_bytes = ctypes.CDLL(None).cuda_stub_nccl_bytes
+    nccl_bytes.restype = ctypes.c_size_t
+    return {
+        "devices": trainer.num_devices,
+        "nodes": trainer.num_nodes,
+        "nccl_bytes": nccl_bytes(),
+        "nccl_source": request["nccl_source"],
+        "gathered_bytes": None,
     }
 
 
@@ -186,7 +308,7 @@ def simulated_plan(plan: Plan, gpu: str, notes: list[str]) -> Plan:
     ).with_notes(*(Note("simulation", text) for text in notes))
 
 
-def _check_trainer(trainer: Trainer) -> None:
+def _check_trainer(trainer: Trainer, *, keeps_engine: bool) -> None:
     """Refuse a training that would run no step, or not on the simulated GPU."""
     if is_fast_dev_run(trainer):
         raise ValueError(
@@ -209,10 +331,14 @@ def _check_trainer(trainer: Trainer) -> None:
         raise ValueError(
             "the Trainer has a strategy that starts other processes; use one of a single device"
         )
-    check_strategy(trainer)
+    if not keeps_engine:
+        check_strategy(trainer)
+    check_one_rank(trainer)
 
 
-def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -> SimulatedSearch:
+def _finder(
+    trainer: Trainer, given_options: dict[str, Any], notes: list[str], plan_path: Path | None
+) -> SimulatedSearch:
     """A finder with the options of the command line and of the project's own BatchFinder."""
     callbacks = callbacks_of(trainer)
     # Lightning's own finder would search too.
@@ -230,7 +356,7 @@ def _finder(trainer: Trainer, given_options: dict[str, Any], notes: list[str]) -
             notes.append('objective="memory" is used instead: a simulated GPU has no times.')
             options["objective"] = "memory"
         options["later"] = of_project[0].later
-    finder = SimulatedSearch(**{**options, **given_options})
+    finder = SimulatedSearch(plan_path=plan_path, **{**options, **given_options})
     if of_project:
         finder.policy = of_project[0].policy
     return finder

@@ -21,7 +21,6 @@ from torch._compile import _disable_dynamo
 
 # `_get_current_dispatch_mode` is private in torch 2.5 to 2.14.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
 
 from lightning_batchmem.simulated_gpu.assumptions import (
     CUDNN_ATTENTION,
@@ -51,6 +50,7 @@ from lightning_batchmem.simulated_gpu.known import (
     tensors_in,
     to_device,
 )
+from lightning_batchmem.simulated_gpu.one_rank import Exchanges, Refuse, raise_refusal
 from lightning_batchmem.simulated_gpu.unknown import (
     SHAPES,
     assumed_number,
@@ -79,6 +79,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Operators of the thread that enters it are watched, and those of the backward passes that it
     starts. A process that it forks, such as a worker of a loader, is not.
+
+    Args:
+        refuse: ends the process with a sentence.
     """
 
     # Higher-order operators of torch 2.6 and later come here, and run as they are.
@@ -101,9 +104,10 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether torch keeps dynamo out of ``__torch_dispatch__``; 2.9 does not."""
         return False
 
-    def __init__(self) -> None:
+    def __init__(self, refuse: Refuse = raise_refusal) -> None:
         # TorchDispatchMode.__init__ has no type annotations.
         super().__init__()  # type: ignore[no-untyped-call]
+        self._exchanges = Exchanges(refuse)
         self._operators: dict[Any, Operator] = {}
         self._assumptions = Assumptions()
         self._is_on = False
@@ -147,6 +151,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if types and any(map(_has_own_dispatch, types)):
+            # DTensor looks at shapes in a FakeTensorMode, which comes after this mode.
+            if any(kind.__name__ == "FakeTensor" for kind in types):
+                return func(*args, **kwargs)
             # The operators that such a tensor calls come here.
             return NotImplemented
         if not is_on_device(args, kwargs) or not self._is_on:
@@ -164,8 +171,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return result
         if operator.name in SHAPES:
             return self._shaped(operator.name, func, args, kwargs)
-        if func.namespace == "c10d":
-            return _exchanged(func, args, kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            return self._exchanges.run(func, args, kwargs)
         if operator.keeps_values:
             return func(*args, **kwargs)
         if operator.name in _INDEXING:
@@ -314,21 +321,6 @@ def _take(result: Any, values: Any) -> None:
         # What was written in place is there. A length may lie on the host.
         elif tensor.is_cuda and tensor.data_ptr() != value.data_ptr():
             make_known(tensor, value)
-
-
-def _exchanged(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Exchange tensors in a group of one rank: it receives what it sends, its last tensors."""
-    result = func(*args, **kwargs)
-    leaves = map(tree_leaves, args)
-    groups = [[one for one in part if isinstance(one, Tensor) and one.is_cuda] for part in leaves]
-    groups = [tensors for tensors in groups if tensors]
-    are_known = all(map(is_known, tensors_in(groups[-1:])))
-    for tensor in tensors_in(groups):
-        if are_known and is_writable(tensor, overwrites=True):
-            make_known(tensor)
-        else:
-            mark_unknown(tensor)
-    return result
 
 
 def _lifted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -133,7 +133,7 @@ def test_the_name_changes_with_everything_that_is_compiled(packages, cache, tmp_
         monkeypatch.setattr(build, "_package_version", lambda: "9.9.9")
 
     changes = [
-        lambda: monkeypatch.setattr(build, "MODELLED", source),
+        lambda: monkeypatch.setattr(build, "MODELLED", (source,)),
         lambda: monkeypatch.setattr(build, "NOT_MODELLED", source),
         lambda: (include / "cuda.h").write_text(f"{HEADER}\n"),
         lambda: (include / "cuda_runtime_api.h").write_text("\n"),

@@ -1,0 +1,154 @@
+"""One process as the first rank of many, where the other ranks do not exist.
+
+``nccl_stub.cpp`` has the functions of NCCL, on which torch's own process group runs, and the values
+that ranks with equal data would exchange. Torch's fake process group takes the place of gloo, and a
+store in this process that of the one over the network.
+
+This file is executed before Lightning is imported, so it imports torch and the standard library
+only, and neighbours that were loaded before.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, distributed
+from torch.utils._pytree import tree_leaves
+
+from lightning_batchmem.simulated_gpu.known import (
+    host_view,
+    is_known,
+    is_writable,
+    make_known,
+    mark_unknown,
+    tensors_in,
+)
+
+MOST_BYTES = 2**20
+"""Values of larger tensors are unknown after an exchange, as in ``nccl_stub.cpp``."""
+
+_TO_ONE_RANK = frozenset({"send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops"})
+
+_ALL_TO_ALL = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
+# Torch copies what they receive out of one tensor, or what they send into one.
+_LISTED = frozenset({"allgather_", "gather_"})
+_NOT_WRITTEN = frozenset({"allgather_coalesced_", "reduce_scatter_", "scatter_"})
+
+Refuse = Callable[[str], object]
+
+
+def raise_refusal(sentence: str) -> NoReturn:
+    """Refuse in a process that has nothing else to do about it."""
+    raise RuntimeError(sentence)
+
+
+def meet_nobody(ranks: int) -> None:
+    """Let process groups of this many ranks be made without the others.
+
+    The private names used here are those of torch 2.13 and 2.14.
+    """
+    from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed import fake_pg
+
+    store = distributed.HashStore()
+
+    def meet(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+        yield store, 0, ranks
+
+    # `torch.distributed.rendezvous` is a function of this module.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    handlers.update(dict.fromkeys(handlers, meet))
+    # torch 2.14 makes gloo by a plugin, and 2.13 by this class.
+    plugins = distributed.Backend._plugins
+    plugins["GLOO"] = plugins["FAKE"]
+
+    def fake_gloo(_: Any, rank: int, size: int, timeout: Any = None) -> Any:
+        return fake_pg.FakeProcessGroup._create_internal(rank, size, None)
+
+    distributed_c10d.ProcessGroupGloo = fake_gloo
+    distributed.all_reduce = distributed_c10d.all_reduce = _with_sums(distributed.all_reduce)
+
+
+def _with_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake process group, which has the tensors of the host, adds nothing."""
+
+    @functools.wraps(all_reduce)
+    def summing(tensor: Tensor, op: Any = distributed.ReduceOp.SUM, *rest: Any, **more: Any) -> Any:
+        work = all_reduce(tensor, op, *rest, **more)
+        if tensor.device.type == "cpu" and op == distributed.ReduceOp.SUM:
+            group = more.get("group", rest[0] if rest else None)
+            with torch.no_grad():
+                tensor.mul_(distributed.get_world_size(group))
+        return work
+
+    return summing
+
+
+class Exchanges:
+    """The collectives of ``torch.distributed`` on tensors of the device.
+
+    Args:
+        refuse: ends the process with a sentence.
+    """
+
+    def __init__(self, refuse: Refuse) -> None:
+        self._refuse = refuse
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a collective, and note which of the received values are known."""
+        name = func._schema.name.partition("::")[2]
+        self._check(name, args)
+        result = func(*args, **kwargs)
+        groups = [group for group in map(_tensors_of, (*args, *kwargs.values())) if group]
+        # Those that this rank sends are the last ones.
+        sent = groups[-1]
+        tensors = [*tensors_in(groups), *_tensors_of(result)]
+        may_know = all(map(is_known, sent)) and self._writes_values(name, tensors)
+        for tensor in tensors:
+            if may_know and is_writable(tensor, overwrites=True):
+                make_known(tensor)
+            else:
+                mark_unknown(tensor)
+        if may_know and name in _LISTED:
+            # Torch copies them out of one tensor, on the device.
+            for outputs, source in zip(*args[:2], strict=True):
+                for output in outputs:
+                    make_known(output, host_view(source))
+        return result
+
+    def _check(self, name: str, args: Sequence[Any]) -> None:
+        """Refuse what depends on other ranks."""
+        if name in _TO_ONE_RANK:
+            self._refuse(
+                "the program sends tensors from one rank to another, as pipeline parallelism does,"
+                " and simulate has one rank; use DDP, FSDP or DeepSpeed"
+            )
+        if name in _ALL_TO_ALL and any(len(sizes) > 1 for sizes in map(_sizes, args)):
+            self._refuse(
+                "the program exchanges parts of different sizes with all ranks, as expert and"
+                " context parallelism do, and simulate has one rank; use DDP, FSDP or DeepSpeed"
+            )
+
+    def _writes_values(self, name: str, tensors: Sequence[Tensor]) -> bool:
+        """Whether the process group writes what equal ranks would exchange."""
+        # A group of one rank really copies.
+        if distributed.get_world_size() == 1 and distributed.get_backend() == "gloo":
+            return True
+        is_small = all(one.nbytes <= MOST_BYTES for one in tensors)
+        return is_small and name not in (*_ALL_TO_ALL, *_NOT_WRITTEN)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of the device in an argument or a result."""
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.is_cuda]
+
+
+def _sizes(value: Any) -> set[int]:
+    """The different sizes in an argument that lists parts, or their sizes."""
+    if not isinstance(value, (list, tuple)):
+        return set()
+    return {one.numel() if isinstance(one, Tensor) else one for one in value}
