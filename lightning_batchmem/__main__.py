@@ -35,6 +35,7 @@ from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
 from lightning_batchmem.script import Script, given_options, search_by
 from lightning_batchmem.simulated_gpu import command
 from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
+from lightning_batchmem.simulated_gpu.launch import AS_THE_PROGRAM, World
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,7 +94,7 @@ def find(
         if options["plan"] is not None:
             raise ValueError("plan must be null for a simulated GPU")
         script = Script("function", make, trainer=trainer or {})
-        return _simulated(script, gpu, _CONTEXT, asdict(finder.options), out)
+        return _simulated(script, gpu, _CONTEXT, asdict(finder.options), [AS_THE_PROGRAM], out)
     made_trainer, module, data = comparison.make_trainer(
         comparison.function_named(make), trainer or {}
     )
@@ -107,6 +108,9 @@ def simulate(
     program: list[str],
     out: Path | None = None,
     context: str = _CONTEXT,
+    devices: str | None = None,
+    nodes: int | None = None,
+    nccl: str | None = None,
     objective: Objective = "memory",
     min_steps_per_epoch: int | None = None,
     **options: Any,
@@ -121,11 +125,16 @@ def simulate(
         program: train.py and its arguments, or -m my_package.train and its arguments.
         out: a file to write the plan to, as JSON; of several GPUs a list of plans.
         context: memory that the CUDA context takes on the GPU.
+        devices: GPUs of a node, of which the first one is simulated, such as 8, or 1,2,4,8 for a
+            row each; by default as the script has it. A number in the script stays.
+        nodes: the number of nodes; likewise.
+        nccl: memory that NCCL takes on each of several GPUs; by default a published number.
         objective: as in BatchFinder; by default the largest size that fits.
         min_steps_per_epoch: as in BatchFinder; by default the data set limits the size.
         **options: arguments of BatchFinder.
     """
     _check_file(out)
+    worlds = command.worlds_of(devices, nodes, nccl)
     finder = SearchOnly(
         verbose=False,
         search_on_resume=False,
@@ -136,7 +145,8 @@ def simulate(
     )
     defaults = SearchOptions(objective="memory", min_steps_per_epoch=None)
     options_given = given_options(finder.options, defaults)
-    return _simulated(Script.of_command(program), gpus, context, options_given, out)
+    script = Script.of_command(program)
+    return _simulated(script, gpus, context, options_given, worlds, out)
 
 
 def compare(
@@ -301,10 +311,15 @@ def run_installed() -> int:
 
 
 def _simulated(
-    program: Script, gpus: str, context: str, options: Mapping[str, Any], out: Path | None
+    program: Script,
+    gpus: str,
+    context: str,
+    options: Mapping[str, Any],
+    worlds: Sequence[World],
+    out: Path | None,
 ) -> int:
     """Search on simulated GPUs, print what was found, and return the exit code."""
-    findings = command.simulate(program, gpus, context, options)
+    findings = command.simulate(program, gpus, context, options, worlds, _print)
     for error in findings.errors:
         _print_error(f"error: {error}")
     if findings.text:

@@ -26,7 +26,7 @@ from lightning_batchmem.plan.json_fields import to_json
 from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.script import Script
 from lightning_batchmem.simulated_gpu import command
-from lightning_batchmem.simulated_gpu.launch import Outcome
+from lightning_batchmem.simulated_gpu.launch import AS_THE_PROGRAM, Outcome, World
 from tests.helpers.fake_device import FakeDevice
 from tests.helpers.lawful import MIB, SAVED_PLAN, Lawful, law, quiet_trainer
 from tests.helpers.profiled import OWN_LOGS
@@ -575,9 +575,9 @@ def simulated(project, monkeypatch):
     asked = []
     outcomes = {}
 
-    def run(program, gpu, context_bytes, options):
-        asked.append((program, gpu.name, context_bytes, dict(options)))
-        return Outcome(gpu, **outcomes[gpu.name])
+    def run(program, gpu, context_bytes, options, world=AS_THE_PROGRAM, *, shows_output=True):
+        asked.append((program, gpu.name, context_bytes, dict(options), world, shows_output))
+        return Outcome(gpu, asked=world, **outcomes[gpu.name])
 
     monkeypatch.setattr(command, "run", run)
     monkeypatch.setattr(command, "kernels_of", lambda gpu: None)
@@ -598,7 +598,8 @@ def test_simulate_passes_the_program_and_the_options_that_were_given(simulated, 
     assert main(command.split()) == 0
     (asked_for,) = asked
     program = Script("script", "train.py", ("--out", "other", "--epochs", "3"))
-    assert asked_for == (program, "RTX-4090", 2**30, {"multiple_of": 8, "max_batch_size": 64})
+    options = {"multiple_of": 8, "max_batch_size": 64}
+    assert asked_for == (program, "RTX-4090", 2**30, options, World(), True)
     assert Plan.from_json(Path("plan.json").read_text()) == simulated_plan()
     assert not Path("other").exists()
     assert " on a simulated RTX-4090, " in capsys.readouterr().out
@@ -609,13 +610,78 @@ def test_simulate_on_several_gpus_prints_a_table(simulated, capsys):
     outcomes["RTX-4090"] = {"plan": simulated_plan()}
     outcomes["24GiB"] = {"nothing_fits": "Nothing fits."}
     assert main(["simulate", "rtx4090, 24GiB", "--out", "plans.json", "-m", "my_project"]) == 0
-    assert [gpu for _, gpu, _, _ in asked] == ["RTX-4090", "24GiB"]
+    assert [gpu for _, gpu, *_ in asked] == ["RTX-4090", "24GiB"]
+    # What the program prints would stand between the rows.
+    assert [shows_output for *_, shows_output in asked] == [False, False]
     assert [program for program, *_ in asked] == 2 * [Script("module", "my_project")]
     (plan,) = json.loads(Path("plans.json").read_text())
     assert plan["simulated"] is True
     output = capsys.readouterr().out
     assert output.startswith("| GPU ")
     assert "- 24GiB: Nothing fits." in output
+
+
+def test_each_row_is_printed_when_it_is_found(simulated, capsys, monkeypatch):
+    _, outcomes = simulated
+    outcomes["RTX-4090"] = outcomes["24GiB"] = {"plan": simulated_plan()}
+    printed = []
+    run = command.run
+
+    def run_and_look(*arguments, **keywords):
+        printed.append(capsys.readouterr().out.splitlines())
+        return run(*arguments, **keywords)
+
+    monkeypatch.setattr(command, "run", run_and_look)
+    assert main(["simulate", "RTX-4090,24GiB,RTX-4090", "train.py"]) == 0
+    before, first, second = printed
+    assert before == []
+    assert [line.split()[1] for line in first if line[1] == " "] == ["GPU", "RTX-4090"]
+    assert [line.split()[1] for line in second] == ["24GiB"]
+    third, empty, *remarks = capsys.readouterr().out.splitlines()
+    assert (third.split()[1], empty) == ("RTX-4090", "")
+    assert remarks[0].startswith("- ")
+
+
+def test_a_list_of_devices_is_searched_on_each_gpu(simulated, capsys):
+    asked, outcomes = simulated
+    outcomes["RTX-4090"] = outcomes["24GiB"] = {"plan": simulated_plan()}
+    options = "--devices 1,8 --nodes 2 --nccl=0.5GiB"
+    assert main(f"simulate RTX-4090,24GiB {options} --out plans.json train.py".split()) == 0
+    worlds = [World(1, 2, 2**29), World(8, 2, 2**29)]
+    assert [(gpu, world) for _, gpu, _, _, world, _ in asked] == [
+        (gpu, world) for gpu in ("RTX-4090", "24GiB") for world in worlds
+    ]
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    devices = ["1 x 2", "8 x 2"]
+    assert [cells[0], *cells[2:]] == [
+        ["GPU", "devices"],
+        *[[gpu, text] for gpu in ("RTX-4090", "24GiB") for text in devices],
+    ]
+    assert len(json.loads(Path("plans.json").read_text())) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "world"),
+    [
+        ("--devices=4", World(4)),
+        ("--nodes 3", World(None, 3)),
+        ("--nccl 1MiB", World(None, None, 2**20)),
+    ],
+)
+def test_a_single_world_gives_a_plan(simulated, capsys, options, world):
+    asked, outcomes = simulated
+    outcomes["RTX-4090"] = {"plan": simulated_plan()}
+    assert main(f"simulate RTX-4090 {options} train.py".split()) == 0
+    assert [found for *_, found, _ in asked] == [world]
+    assert " on a simulated RTX-4090, " in capsys.readouterr().out
+
+
+def test_an_error_names_the_number_of_devices(simulated, capsys):
+    _, outcomes = simulated
+    outcomes["RTX-4090"] = {"error": "it fails"}
+    assert main(["simulate", "RTX-4090", "--devices", "3", "train.py"]) == 2
+    assert capsys.readouterr() == ("", "error: simulated RTX-4090 x 3: it fails\n")
 
 
 @pytest.mark.parametrize(
@@ -638,7 +704,7 @@ def test_find_on_a_simulated_gpu_passes_the_function_and_all_options(simulated):
     outcomes["A100-80GB"] = {"plan": simulated_plan()}
     command = "find my_project:make --gpu A100-80GB --trainer.precision bf16-mixed"
     assert main(command.split()) == 0
-    ((program, gpu, _, options),) = asked
+    ((program, gpu, _, options, *_),) = asked
     assert program == Script("function", "my_project:make", trainer={"precision": "bf16-mixed"})
     assert (gpu, options["min_steps_per_epoch"]) == ("A100-80GB", "auto")
 
@@ -656,7 +722,7 @@ def test_the_memory_test_on_a_simulated_gpu(simulated, capsys):
     }
     words = ["--gpu", "rtx 4090", "--trainer.precision", "bf16-mixed"]
     assert check("make", *words, "--update", "true") == 0
-    ((program, gpu, context_bytes, options),) = asked
+    ((program, gpu, context_bytes, options, *_),) = asked
     trainer = {"precision": "bf16-mixed"}
     assert program == Script("memory_test", "my_project:make", trainer=trainer)
     assert (gpu, context_bytes, options) == ("RTX-4090", 426 * 2**20, {})
@@ -717,6 +783,16 @@ def test_simulate_lists_the_gpus(capsys):
         ("simulate RTX-4090 --objective throughput train.py", "objective must be memory"),
         ("simulate RTX-4090 --max_batch_size 0 train.py", "max_batch_size must be a whole number"),
         ("simulate RTX-4090 --no_such 3 train.py", "unrecognized arguments: --no_such=3"),
+        ("simulate 8GiB --devices 0 train.py", "devices must be numbers such as 8 or 1,2,4,8, got"),
+        ("simulate 8GiB --devices two train.py", "devices must be numbers such as 8 or 1,2,4,8"),
+        ("simulate 8GiB --devices 1,,2 train.py", "devices must be numbers such as 8 or 1,2,4,8"),
+        ("simulate 8GiB --devices -1 train.py", "devices must be numbers such as 8 or 1,2,4,8"),
+        ("simulate 8GiB --devices 2,16 train.py", "at most 8, which are those of a node, got 16"),
+        ("simulate 8GiB --nodes 0 train.py", "nodes must be at least 1, got 0"),
+        ("simulate 8GiB --nodes two train.py", '"nodes"'),
+        ("simulate 8GiB --nccl 3 train.py", "nccl must be a size such as 300MiB, got '3'"),
+        ("simulate 8GiB --nccl 8GiB train.py", "got 426MiB and 8,192.0 MiB for NCCL"),
+        ("find my_project:make --gpu 8GiB --devices 2", "unrecognized arguments: --devices 2"),
         ("simulate RTX-4090", "must be followed by a GPU and a program, as in `simulate RTX-4090"),
         ("simulate train.py --out plan.json", "must be followed by a GPU and a program"),
         ("find my_project:make --gpu 8GiB --plan plan.json", "plan must be null"),

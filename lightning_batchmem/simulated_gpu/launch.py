@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,46 @@ from lightning_batchmem.simulated_gpu.gpus import Gpu, architecture_for, kernels
 # The library ends a process with this code, after a sentence (EX_SOFTWARE of sysexits.h).
 _NOT_MODELLED = 70
 
+# Of what a program without a search has printed.
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True)
+class World:
+    """What a command gives of the processes that train together; ``None``: as the program has it.
+
+    Args:
+        devices: GPUs of each node.
+        nodes: the number of nodes.
+        nccl_bytes: bytes of each GPU that NCCL takes.
+    """
+
+    devices: int | None = None
+    nodes: int | None = None
+    nccl_bytes: int | None = None
+
+
+AS_THE_PROGRAM = World()
+
+
+@dataclass(frozen=True)
+class FoundWorld:
+    """The processes that train together, of which the first one ran.
+
+    Args:
+        devices: GPUs of each node.
+        nodes: the number of nodes.
+        nccl_bytes: bytes of each GPU that NCCL was assumed to take.
+        nccl_source: where this number comes from.
+        gathered_bytes: weights that a rank gathers and holds at once in forward.
+    """
+
+    devices: int
+    nodes: int
+    nccl_bytes: int
+    nccl_source: str
+    gathered_bytes: int | None
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -38,6 +79,8 @@ class Outcome:
         nothing_fits: why no size fits.
         error: why there was no search.
         memory: the memory of a step, of the memory test.
+        asked: what the command gave of the processes that train together.
+        world: the processes that train together; ``None`` for one.
     """
 
     gpu: Gpu
@@ -47,6 +90,20 @@ class Outcome:
     nothing_fits: str = ""
     error: str = ""
     memory: MeasuredStep | None = None
+    asked: World = AS_THE_PROGRAM
+    world: FoundWorld | None = None
+
+    @property
+    def devices(self) -> str:
+        """The GPUs of a node, such as ``8``, and the number of nodes, as in ``8 x 4``."""
+        known = self.world or self.asked
+        nodes = f" x {known.nodes}" if known.nodes not in (None, 1) else ""
+        return f"{known.devices or 1}{nodes}"
+
+    @property
+    def name(self) -> str:
+        """The name of the GPU, and how many of them where the command says it."""
+        return self.gpu.name if self.asked.devices is None else f"{self.gpu.name} x {self.devices}"
 
 
 def kernels_of(gpu: Gpu) -> tuple[Path, int]:
@@ -63,16 +120,25 @@ def kernels_of(gpu: Gpu) -> tuple[Path, int]:
     return folder, architecture
 
 
-def run(program: Script, gpu: Gpu, context_bytes: int, options: Mapping[str, Any]) -> Outcome:
-    """Run the program in a new process on one simulated GPU.
-
-    What the program prints goes to this terminal, and what it writes stays.
+def run(
+    program: Script,
+    gpu: Gpu,
+    context_bytes: int,
+    options: Mapping[str, Any],
+    world: World = AS_THE_PROGRAM,
+    *,
+    shows_output: bool = True,
+) -> Outcome:
+    """Run the program in a new process on one simulated GPU. What it writes stays.
 
     Args:
         program: the program.
         gpu: the GPU.
         context_bytes: bytes of the device that the CUDA context takes.
         options: the arguments of BatchFinder that the user gave.
+        world: the processes that train together; the first one runs.
+        shows_output: whether what the program prints goes to this terminal. Otherwise only its
+            last lines do, and only if there is no search.
 
     Raises:
         ValueError: as in :func:`kernels_of`.
@@ -82,13 +148,14 @@ def run(program: Script, gpu: Gpu, context_bytes: int, options: Mapping[str, Any
         ended_with_children(),
         tempfile.TemporaryDirectory(prefix="lightning-batchmem-") as directory,
     ):
-        files = {name: Path(directory) / name for name in ("request", "result", "report")}
+        files = {name: Path(directory) / name for name in ("request", "result", "report", "output")}
         variables = {
             **_variables(folder, gpu, context_bytes, files["report"]),
             "CUDA_STUB_KERNELS": str(architecture),
         }
         request = {
             **asdict(program),
+            **asdict(world),
             "options": dict(options),
             "gpu": gpu.name,
             # Programs that the program starts get these values back.
@@ -97,13 +164,20 @@ def run(program: Script, gpu: Gpu, context_bytes: int, options: Mapping[str, Any
         }
         files["request"].write_text(json.dumps(request), encoding="utf-8")
         child = Path(__file__).with_name("child.py")
-        # The command is the user's own program.
-        code = subprocess.run(  # noqa: S603
-            [sys.executable, str(child), str(files["request"])],
-            env={**os.environ, **_settings(folder), **variables},
-            check=False,
-        ).returncode
-        return _outcome(program, gpu, code, files)
+        with files["output"].open("w+", errors="replace") as output:
+            # The command is the user's own program.
+            code = subprocess.run(  # noqa: S603
+                [sys.executable, str(child), str(files["request"])],
+                env={**os.environ, **_settings(folder), **variables},
+                stdout=None if shows_output else output,
+                stderr=None if shows_output else output,
+                check=False,
+            ).returncode
+            outcome = replace(_outcome(program, gpu, code, files), asked=world)
+            if outcome.error:
+                output.seek(0)
+                sys.stderr.writelines(deque(output, _LAST_LINES))
+        return outcome
 
 
 def _architectures() -> list[str]:
@@ -166,6 +240,8 @@ def _outcome(program: Script, gpu: Gpu, code: int, files: Mapping[str, Path]) ->
             result["plan"] = Plan.from_json(json.dumps(result["plan"]))
         if "memory" in result:
             result["memory"] = from_json(MeasuredStep, json.dumps(result["memory"]))
+        if result.get("world") is not None:
+            result["world"] = FoundWorld(**result["world"])
         assumptions = tuple(result.pop("assumptions", ()))
         return Outcome(gpu, assumptions=assumptions, **result)
     if code == _NOT_MODELLED and files["report"].exists():

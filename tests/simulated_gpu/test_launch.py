@@ -12,6 +12,7 @@ from lightning_batchmem.check import MeasuredStep, PhaseMemory
 from lightning_batchmem.script import Script
 from lightning_batchmem.simulated_gpu import launch
 from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.simulated_gpu.launch import AS_THE_PROGRAM, FoundWorld, World
 from tests.helpers.lawful import SAVED_PLAN
 
 CONTEXT_BYTES = 300 * 2**20
@@ -70,20 +71,20 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "LIBRARY", "")
     commands = []
 
-    def run_child(body, gpu="RTX-4090"):
+    def run_child(body, gpu="RTX-4090", world=AS_THE_PROGRAM, **keywords):
         script = tmp_path / "child.py"
         script.write_text(f"import json, os, sys\nrequest = json.load(open(sys.argv[1]))\n{body}")
         started = launch.subprocess.run
 
-        def start(command, **keywords):
+        def start(command, **settings):
             commands.append(command)
-            return started([command[0], str(script), command[2]], **keywords)
+            return started([command[0], str(script), command[2]], **settings)
 
         with monkeypatch.context() as patch:
             patch.setattr(launch.subprocess, "run", start)
-            outcome = launch.run(
-                Script("script", "train.py"), gpu_named(gpu), CONTEXT_BYTES, {"multiple_of": 8}
-            )
+            program = Script("script", "train.py")
+            options = {"multiple_of": 8}
+            outcome = launch.run(program, gpu_named(gpu), CONTEXT_BYTES, options, world, **keywords)
         assert Path(commands[-1][1]).name == "child.py"
         # Nothing is left behind.
         assert not Path(commands[-1][2]).parent.exists()
@@ -139,6 +140,41 @@ open(request["result"], "w").write(json.dumps({"nothing_fits": json.dumps(seen)}
     assert environment["LD_LIBRARY_PATH"] == "/own"
     assert environment["CUDA_STUB_BYTES"] is None
     assert options == {"multiple_of": 8}
+
+
+@pytest.mark.parametrize("world", [World(8, 4, 2**20), World(), World(2)])
+def test_the_request_has_the_world_that_was_asked_for(run, world):
+    body = """
+seen = [request[name] for name in ("devices", "nodes", "nccl_bytes")]
+open(request["result"], "w").write(json.dumps({"nothing_fits": json.dumps(seen)}))
+"""
+    outcome = run(body, world=world)
+    assert json.loads(outcome.nothing_fits) == [world.devices, world.nodes, world.nccl_bytes]
+    assert outcome.asked == world
+
+
+def test_the_world_that_was_found_comes_back(run):
+    found = FoundWorld(8, 4, 2**20, "a source", None)
+    outcome = run(writing({"plan": SAVED_PLAN, "world": asdict(found)}), world=World(8))
+    assert outcome.world == found
+    assert outcome.devices == "8 x 4"
+    alone = run(writing({"plan": SAVED_PLAN, "world": None}))
+    assert alone.world is None
+    assert alone.devices == "1"
+
+
+def test_what_a_program_prints_is_shown_at_its_error_only(run, capfd):
+    printing = "print('\\n'.join(map(str, range(100))), flush=True)\n"
+    printing += "print('on stderr', file=sys.stderr, flush=True)\n"
+    run(printing + writing({"plan": SAVED_PLAN}), shows_output=False)
+    assert capfd.readouterr() == ("", "")
+    run(printing + "sys.exit(3)", shows_output=False)
+    output, errors = capfd.readouterr()
+    assert output == ""
+    # The last lines, of both streams in their order.
+    assert errors.splitlines() == [*map(str, range(81, 100)), "on stderr"]
+    run(printing + "sys.exit(3)")
+    assert capfd.readouterr().out.startswith("0\n1\n")
 
 
 @pytest.mark.parametrize(

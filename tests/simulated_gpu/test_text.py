@@ -10,16 +10,16 @@ from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Chosen, Trial, TrialMemory
-from lightning_batchmem.simulated_gpu.command import (
+from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.simulated_gpu.launch import FoundWorld, Outcome, World
+from lightning_batchmem.simulated_gpu.text import (
     HIGHER_SHARE,
+    Table,
     how_it_fits,
     needed_bytes,
     smallest_of_range,
-    table_of,
     text_of,
 )
-from lightning_batchmem.simulated_gpu.gpus import gpu_named
-from lightning_batchmem.simulated_gpu.launch import Outcome
 from tests.helpers.plans import plan_with
 
 GIB = 2**30
@@ -59,6 +59,35 @@ def outcome_of(**changes):
     assumption = "All are assumed."
     notes = (Note("simulation", assumption), *changes.pop("notes", ()))
     return Outcome(gpu_named("RTX-4090"), plan_of(notes=notes, **changes), (assumption,))
+
+
+def table_of(*outcomes):
+    """The lines of a table, with its remarks."""
+    table = Table(outcomes[0], [outcome.gpu.name for outcome in outcomes])
+    rows = [table.row(outcome) for outcome in outcomes]
+    return "\n".join([table.heading, *rows, "", table.remarks(outcomes, CONTEXT_BYTES)])
+
+
+def rows_of(text):
+    """The cells of the heading and of each row."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def in_a_world(devices, nodes=1, samples=None, asked=True, **changes):
+    """An outcome of the first of several ranks."""
+    size = changes.get("batch_size", 70)
+    ranks = devices * nodes
+    recipe = Recipe(size, ranks=ranks, effective_batch_size=samples or ranks * size)
+    world = FoundWorld(devices, nodes, 344 * MIB, "NVIDIA/nccl#964", 5 * GIB)
+    gpu = gpu_named(changes.pop("gpu", "RTX-4090"))
+    plan = replace(plan_of(**changes), recipe=recipe)
+    return Outcome(
+        gpu,
+        plan,
+        asked=World(devices, nodes) if asked else World(),
+        world=None if ranks == 1 else world,
+    )
 
 
 def test_the_text_answers_both_questions():
@@ -134,7 +163,7 @@ def test_the_lower_end_is_a_multiple_too():
 
 def test_a_size_that_was_not_rehearsed_is_named():
     plan = plan_of(trials=())
-    text = table_of([Outcome(gpu_named("RTX-4090"), plan)], CONTEXT_BYTES)
+    text = table_of(Outcome(gpu_named("RTX-4090"), plan))
     assert "- simulated RTX-4090: 70 was not rehearsed" in text
 
 
@@ -158,25 +187,19 @@ def test_the_lower_end_of_the_range_fits_with_higher_peaks(batch_size, room):
 def test_a_table_has_a_row_for_each_gpu_in_80_columns():
     nothing = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits: " + "too large " * 12)
     failed = Outcome(gpu_named("24GiB"), error="train.py ended with exit code 1")
-    text = table_of(
-        [
-            outcome_of(),
-            outcome_of(project=80, notes=(Note("growth", "It grows."),)),
-            nothing,
-            failed,
-        ],
-        CONTEXT_BYTES,
-    )
+    other_size = outcome_of(project=80, notes=(Note("growth", "It grows."),))
+    text = table_of(outcome_of(), other_size, nothing, failed)
     assert all(len(line) <= 80 for line in text.splitlines())
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[:6]]
-    assert rows[0] == ["GPU", "16, 80 fits? (GiB)", "largest", "+8 %", "limited by"]
-    assert rows[2] == ["RTX-4090", "yes, 6.1 of 22.0", "70", "70", "memory"]
-    assert rows[3] == ["RTX-4090", "no, 23.1 of 22.0", "70", "70", "memory"]
-    assert rows[4] == ["8GiB", "-", "none", "-", "-"]
-    assert rows[5] == ["24GiB", "-", "failed", "-", "-"]
+    assert rows_of(text) == [
+        ["GPU", "16 fits? (GiB)", "largest", "needs", "+8 %", "limited by"],
+        ["RTX-4090", "yes, 6.1 of 22.0", "70", "20.3", "70", "memory"],
+        ["RTX-4090", "80: no, 23.1 of 22.0", "70", "20.3", "70", "memory"],
+        ["8GiB", "-", "none", "-", "-", "-"],
+        ["24GiB", "-", "failed", "-", "-", "-"],
+    ]
     assert text.count("- All are assumed.") == 1
     assert text.endswith("\n- a plan has more notes, which simulate prints for a single GPU")
-    assert "more notes" not in table_of([outcome_of(), nothing], CONTEXT_BYTES)
+    assert "more notes" not in table_of(outcome_of(), nothing)
     assert "- 8GiB: Nothing fits: too large" in text
     assert "- 24GiB: train.py ended with exit code 1" in text
 
@@ -190,7 +213,7 @@ def test_a_table_has_a_row_for_each_gpu_in_80_columns():
 )
 def test_long_names_fit_into_80_columns(gpu, limited_by, shown):
     plan = plan_of(400, limit_gib=140, project=4096, limited_by=limited_by)
-    text = table_of([Outcome(gpu_named(gpu), plan)], CONTEXT_BYTES)
+    text = table_of(Outcome(gpu_named(gpu), plan))
     assert max(map(len, text.splitlines())) <= 80
     assert shown in text
 
@@ -198,3 +221,64 @@ def test_long_names_fit_into_80_columns(gpu, limited_by, shown):
 def test_nothing_fits():
     outcome = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits.")
     assert text_of(outcome, CONTEXT_BYTES) == "simulated 8GiB: Nothing fits."
+
+
+def test_a_table_of_several_numbers_of_devices_in_80_columns():
+    outcomes = [
+        in_a_world(1, gpu="A100-80GB"),
+        in_a_world(8, gpu="A100-80GB", batch_size=64),
+        in_a_world(8, 8, gpu="A100-80GB", batch_size=64, samples=8192, limited_by="dataset"),
+        Outcome(gpu_named("A100-80GB"), error="it cannot be divided", asked=World(3)),
+    ]
+    text = table_of(*outcomes)
+    assert max(map(len, text.splitlines())) <= 80
+    assert rows_of(text) == [
+        ["GPU", "devices", "16 fits?", "largest", "needs", "samples", "limited by"],
+        ["A100-80GB", "1", "yes, 6.1", "70", "20.3", "70", "memory"],
+        ["A100-80GB", "8", "yes, 6.1", "64", "18.7", "512", "memory"],
+        ["A100-80GB", "8 x 8", "yes, 6.1", "64", "18.7", "8192", "dataset"],
+        ["A100-80GB", "3", "-", "failed", "-", "-", "-"],
+    ]
+    assert "- A100-80GB x 3: it cannot be divided" in text
+    assert "- samples: of an optimizer step on all GPUs; sizes and GiB are those of one" in text
+    assert "300.0 MiB for the CUDA context, 344.0 MiB for NCCL (NVIDIA/nccl#964);" in text
+    assert "+8 %" not in text
+
+
+@pytest.mark.parametrize("gpu", ["RTX-4060-Ti-16GB", "RTX-6000-Ada-ECC-off"])
+def test_a_long_name_takes_the_room_of_what_the_largest_size_needs(gpu):
+    outcome = in_a_world(8, gpu=gpu, limited_by="min_steps_per_epoch", project=4096)
+    text = table_of(outcome)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "needs" not in text
+    # Every cell but the last is whole.
+    assert rows_of(text)[1][:-1] == [gpu, "8", "no, 1127.5", "70", "560"]
+    assert "steps per epoch".startswith(rows_of(text)[1][-1])
+
+
+def test_the_world_of_the_program_is_in_the_table_too():
+    text = table_of(in_a_world(8, asked=False), in_a_world(8, asked=False, gpu="A100-80GB"))
+    assert [row[:2] for row in rows_of(text)[1:]] == [["RTX-4090", "8"], ["A100-80GB", "8"]]
+
+
+def test_the_plan_of_one_rank_of_many():
+    lines = text_of(in_a_world(8, 8), CONTEXT_BYTES).splitlines()
+    assert lines[0].startswith("batch size 70 on each of 64 ranks on a simulated RTX-4090")
+    start = next(number for number, line in enumerate(lines) if line.startswith("  ranks"))
+    assert lines[start:] == [
+        "  ranks     rank 0 of 64; 4,480 samples a step on all of them; a node needs 8",
+        "            times the host memory of one process",
+        "  memory    needs 20.3 of 22.0 GiB; 256.0 MiB a sample",
+        "  gathered  5.0 GiB of weights at once in forward",
+        "  own size  batch size 16: fits, 6.1 of 22.0 GiB",
+        "  range     70 fits also if peaks on the real GPU are 8 % higher",
+        "  assumed   300.0 MiB for the CUDA context, 344.0 MiB for NCCL",
+        "            (NVIDIA/nccl#964); nothing else on the GPU",
+        "  next      search again on the GPU itself; nothing here ran on one",
+    ]
+
+
+def test_one_device_that_was_asked_for_changes_nothing_in_a_plan():
+    outcome = outcome_of()
+    asked = replace(outcome, asked=World(1))
+    assert text_of(asked, CONTEXT_BYTES) == text_of(outcome, CONTEXT_BYTES)
