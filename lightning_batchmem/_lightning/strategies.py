@@ -171,11 +171,11 @@ def check_one_rank(trainer: Trainer) -> None:
             )
 
 
-def exchange_on_host(trainer: Trainer) -> None:
-    """Let ranks exchange numbers with gloo, which needs no network of GPUs."""
+def exchange_by(trainer: Trainer, backend: str) -> None:
+    """Let ranks exchange by gloo, which needs no network of GPUs, or by NCCL."""
     if _is_strategy(trainer, *_OF_RANKS):
         # It is private in lightning 2.5.0 to 2.6.6, and read when the process group is made.
-        vars(trainer.strategy)["_process_group_backend"] = "gloo"
+        vars(trainer.strategy)["_process_group_backend"] = backend
 
 
 def steps_are_collective(trainer: Trainer) -> bool:

@@ -20,6 +20,18 @@ from lightning_batchmem.plan.options import bytes_in
 CONTEXT_BYTES = 426 * 2**20
 CONTEXT_SOURCE = "unslothai/unsloth-zoo#1053, RTX 6000 Ada"
 
+# What NCCL takes for each communicator of two ranks, and of more, outside of torch's allocator.
+# Source: NVIDIA/nccl#964 (one communicator on A100s, nvidia-smi). Others read 484 MiB
+# (NVIDIA/nccl#2366, RTX 3090) and 1.6 GB (NVIDIA/nccl#864).
+_NCCL_BYTES_OF_TWO = 544 * 2**20
+_NCCL_BYTES_OF_MORE = 688 * 2**20
+# What NVLink SHARP takes besides, once, on a node of more than two GPUs since Hopper.
+# Source: vllm-project/vllm#9699 (H100 and H200); NVIDIA/nccl#1685 has 3.3 GB in all on 8 H100.
+_NVLS_BYTES = 2304 * 2**20
+_OLDEST_CAPABILITY_WITH_NVLS = (9, 0)
+# GPUs of workstations, which NVSwitch does not connect.
+_FIRST_CAPABILITY_WITHOUT_NVLS = (11, 0)
+
 # The stub reserves the memory of the device in the addresses of the process, and a process on
 # x86-64 Linux has 47 bits of them.
 _ADDRESS_SPACE_BYTES = 2**47
@@ -126,6 +138,20 @@ def kernels_missing_text(gpu: Gpu, torch_version: str, cuda_version: str) -> str
     if gpu.capability >= _OLDEST_CAPABILITY_OF_BLACKWELL and cuda < _FIRST_CUDA_OF_BLACKWELL:
         return f"{reason}; use a build with CUDA 12.8 or newer"
     return reason
+
+
+def nccl_bytes(gpu: Gpu, devices: int, nodes: int) -> tuple[int, int, str]:
+    """What NCCL is assumed to take of a GPU in a world of ranks.
+
+    Returns:
+        Bytes for each communicator, bytes once besides, and the sources.
+    """
+    each_bytes = _NCCL_BYTES_OF_MORE if devices * nodes > 2 else _NCCL_BYTES_OF_TWO
+    source = "NVIDIA/nccl#964, A100"
+    has_nvls = _OLDEST_CAPABILITY_WITH_NVLS <= gpu.capability < _FIRST_CAPABILITY_WITHOUT_NVLS
+    if not has_nvls or devices <= 2:
+        return each_bytes, 0, source
+    return each_bytes, _NVLS_BYTES, f"{source}; vllm-project/vllm#9699, NVLS of H100"
 
 
 def list_text() -> str:

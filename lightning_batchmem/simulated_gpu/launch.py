@@ -21,10 +21,19 @@ from lightning_batchmem.plan.json_fields import from_json
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.script import Script, ended_with_children
 from lightning_batchmem.simulated_gpu.build import LIBRARY, library_folder
-from lightning_batchmem.simulated_gpu.gpus import Gpu, architecture_for, kernels_missing_text
+from lightning_batchmem.simulated_gpu.gpus import (
+    Gpu,
+    architecture_for,
+    kernels_missing_text,
+    nccl_bytes,
+)
 
 # The library ends a process with this code, after a sentence (EX_SOFTWARE of sysexits.h).
 _NOT_MODELLED = 70
+
+# A program that names its devices is started again with them, and one of DeepSpeed after each size
+# that does not fit.
+_MOST_STARTS = 8
 
 # Of what a program without a search has printed.
 _LAST_LINES = 20
@@ -147,37 +156,55 @@ def run(
     with (
         ended_with_children(),
         tempfile.TemporaryDirectory(prefix="lightning-batchmem-") as directory,
+        (Path(directory) / "output").open("w+", errors="replace") as output,
     ):
-        files = {name: Path(directory) / name for name in ("request", "result", "report", "output")}
-        variables = {
-            **_variables(folder, gpu, context_bytes, files["report"]),
-            "CUDA_STUB_KERNELS": str(architecture),
-        }
-        request = {
-            **asdict(program),
-            **asdict(world),
-            "options": dict(options),
-            "gpu": gpu.name,
-            # Programs that the program starts get these values back.
-            "environment": {name: os.environ.get(name) for name in variables},
-            "result": str(files["result"]),
-        }
-        files["request"].write_text(json.dumps(request), encoding="utf-8")
-        child = Path(__file__).with_name("child.py")
-        with files["output"].open("w+", errors="replace") as output:
+        files = {name: Path(directory) / name for name in ("request", "result", "report", "plan")}
+        current = world
+        for _ in range(_MOST_STARTS):
+            variables = {
+                **_variables(folder, gpu, context_bytes, files["report"]),
+                **_variables_of_ranks(gpu, current),
+                "CUDA_STUB_KERNELS": str(architecture),
+            }
+            request = {
+                **asdict(program),
+                **asdict(current),
+                "options": dict(options),
+                "gpu": gpu.name,
+                # Programs that the program starts get these values back.
+                "environment": {name: os.environ.get(name) for name in variables},
+                "result": str(files["result"]),
+                "kept_plan": str(files["plan"]),
+            }
+            files["request"].write_text(json.dumps(request), encoding="utf-8")
+            child = Path(__file__).with_name("child.py")
             # The command is the user's own program.
             code = subprocess.run(  # noqa: S603
                 [sys.executable, str(child), str(files["request"])],
-                env={**os.environ, **_settings(folder), **variables},
+                env={**os.environ, **_settings(folder, current), **variables},
                 stdout=None if shows_output else output,
                 stderr=None if shows_output else output,
                 check=False,
             ).returncode
-            outcome = replace(_outcome(program, gpu, code, files), asked=world)
-            if outcome.error:
-                output.seek(0)
-                sys.stderr.writelines(deque(output, _LAST_LINES))
+            again = _start_again(files["result"])
+            if again is None:
+                break
+            current = replace(current, **again)
+        outcome = _outcome(program, gpu, code, files, world)
+        if outcome.error:
+            output.seek(0)
+            sys.stderr.writelines(deque(output, _LAST_LINES))
         return outcome
+
+
+def _start_again(path: Path) -> dict[str, int] | None:
+    """With which world a process asks for another start; ``None`` if it has a result."""
+    if not path.exists():
+        return None
+    again: dict[str, int] | None = json.loads(path.read_text(encoding="utf-8")).get("start_again")
+    if again is not None:
+        path.unlink()
+    return again
 
 
 def _architectures() -> list[str]:
@@ -208,7 +235,20 @@ def _variables(folder: Path, gpu: Gpu, context_bytes: int, report: Path) -> dict
     return variables
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def _variables_of_ranks(gpu: Gpu, world: World) -> dict[str, str]:
+    """The settings of the library for the ranks that train together."""
+    devices = world.devices or 1
+    each_bytes, first_bytes, _ = nccl_bytes(gpu, devices, world.nodes or 1)
+    if world.nccl_bytes is not None:
+        each_bytes, first_bytes = 0, world.nccl_bytes
+    return {
+        "CUDA_STUB_DEVICES": str(devices),
+        "CUDA_STUB_NCCL_MIB": str(each_bytes / 2**20),
+        "CUDA_STUB_NCCL_FIRST_MIB": str(first_bytes / 2**20),
+    }
+
+
+def _settings(folder: Path, world: World) -> dict[str, str]:
     """Variables of torch that the program keeps; the user's own values come first."""
     settings = {
         # torch warns of each failed allocation, and a search has some.
@@ -220,7 +260,7 @@ def _settings(folder: Path) -> dict[str, str]:
     return {
         **own,
         # The user's own value names GPUs of this machine.
-        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(world.devices or 1))),
         # Triton looks for the driver here, and otherwise in the cache of the loader.
         "TRITON_LIBCUDA_PATH": str(folder),
         # Otherwise a question for devices would forbid loader workers that are forked.
@@ -232,7 +272,9 @@ def _joined(path: str, variable: str) -> str:
     return os.pathsep.join(filter(None, [path, os.environ.get(variable)]))
 
 
-def _outcome(program: Script, gpu: Gpu, code: int, files: Mapping[str, Path]) -> Outcome:
+def _outcome(
+    program: Script, gpu: Gpu, code: int, files: Mapping[str, Path], asked: World
+) -> Outcome:
     """What the process left behind."""
     if files["result"].exists():
         result = json.loads(files["result"].read_text(encoding="utf-8"))
@@ -240,19 +282,21 @@ def _outcome(program: Script, gpu: Gpu, code: int, files: Mapping[str, Path]) ->
             result["plan"] = Plan.from_json(json.dumps(result["plan"]))
         if "memory" in result:
             result["memory"] = from_json(MeasuredStep, json.dumps(result["memory"]))
-        if result.get("world") is not None:
-            result["world"] = FoundWorld(**result["world"])
+        if found := result.pop("world", None):
+            _, _, source = nccl_bytes(gpu, found["devices"], found["nodes"])
+            source = source if asked.nccl_bytes is None else "as given"
+            result["world"] = FoundWorld(**found, nccl_source=source)
         assumptions = tuple(result.pop("assumptions", ()))
-        return Outcome(gpu, assumptions=assumptions, **result)
+        return Outcome(gpu, assumptions=assumptions, asked=asked, **result)
     if code == _NOT_MODELLED and files["report"].exists():
         text = files["report"].read_text(encoding="utf-8").strip()
         if "libcudnn" in text:
             text += " With CUDA_STUB_CUDNN=0 torch takes kernels of its own."
-        return Outcome(gpu, error=text)
+        return Outcome(gpu, error=text, asked=asked)
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"
     elif code > 0:
         how = f"ended with exit code {code} before Trainer.fit"
     else:
         how = "ended without a call of Trainer.fit"
-    return Outcome(gpu, error=f"{program.target} {how}")
+    return Outcome(gpu, error=f"{program.target} {how}", asked=asked)

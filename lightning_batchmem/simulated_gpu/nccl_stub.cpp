@@ -4,7 +4,7 @@
 // ones keep what they have, as after any kernel.
 //
 // A communicator of several ranks takes memory of the device at its first collective, in which NCCL
-// connects its channels: CUDA_STUB_NCCL_MIB, and the first one CUDA_STUB_NVLS_MIB besides.
+// connects its channels: CUDA_STUB_NCCL_MIB, and the first one CUDA_STUB_NCCL_FIRST_MIB besides.
 //
 // Part of lightning-batchmem, under the Apache License 2.0 (LICENSE).
 
@@ -65,7 +65,7 @@ size_t bytes_of(const char* name) {
 
 // Read before the program can change its environment.
 const size_t communicator_bytes = bytes_of("CUDA_STUB_NCCL_MIB");
-const size_t first_bytes = bytes_of("CUDA_STUB_NVLS_MIB");
+const size_t first_bytes = bytes_of("CUDA_STUB_NCCL_FIRST_MIB");
 
 ncclResult_t allocated(void** made, size_t bytes) {
   if (cudaMalloc(made, bytes) == 0)

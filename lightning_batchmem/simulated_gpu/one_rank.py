@@ -51,10 +51,12 @@ def meet_nobody(ranks: int) -> None:
 
     The private names used here are those of torch 2.13 and 2.14.
     """
-    from torch.distributed import distributed_c10d
+    # The fake process group is registered by its import.
     from torch.testing._internal.distributed import fake_pg
 
-    store = distributed.HashStore()
+    fake_group: Any = fake_pg
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    store = vars(distributed)["HashStore"]()
 
     def meet(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
         yield store, 0, ranks
@@ -62,15 +64,14 @@ def meet_nobody(ranks: int) -> None:
     # `torch.distributed.rendezvous` is a function of this module.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     handlers.update(dict.fromkeys(handlers, meet))
-    # torch 2.14 makes gloo by a plugin, and 2.13 by this class.
-    plugins = distributed.Backend._plugins
-    plugins["GLOO"] = plugins["FAKE"]
 
     def fake_gloo(_: Any, rank: int, size: int, timeout: Any = None) -> Any:
-        return fake_pg.FakeProcessGroup._create_internal(rank, size, None)
+        return fake_group.FakeProcessGroup._create_internal(rank, size, None)
 
-    distributed_c10d.ProcessGroupGloo = fake_gloo
-    distributed.all_reduce = distributed_c10d.all_reduce = _with_sums(distributed.all_reduce)
+    # torch 2.14 makes gloo by a plugin, and 2.13 by this class.
+    c10d.Backend._plugins["GLOO"] = c10d.Backend._plugins["FAKE"]
+    c10d.ProcessGroupGloo = fake_gloo
+    distributed.all_reduce = c10d.all_reduce = _with_sums(distributed.all_reduce)
 
 
 def _with_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from lightning_batchmem import check, comparison
 from lightning_batchmem._lightning.strategies import (
     check_one_rank,
     check_strategy,
-    exchange_on_host,
+    exchange_by,
     exchanges_buckets,
     has_engine,
     strategy_text,
@@ -189,8 +189,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     plan_path = Path(request["kept_plan"]) if has_engine(trainer) else None
     _check_trainer(trainer, keeps_engine=plan_path is not None)
     SavedStorages.largest_bytes = _LARGEST_SAVED_BYTES
-    if trainer.world_size == 1:
-        exchange_on_host(trainer)
+    exchange_by(trainer, "gloo" if trainer.world_size == 1 else "nccl")
     notes = []
     if given.get("ckpt_path") is not None:
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
@@ -236,7 +235,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     simulated = simulated_plan(plan, request["gpu"], notes)
     return {
         "plan": json.loads(simulated.to_json()),
-        "world": _world(request, trainer),
+        "world": _world(trainer),
         "assumptions": notes,
         "multiple_of": finder.options.multiple_of or 1,
     }
@@ -252,16 +251,13 @@ def _notes_about_ranks(trainer: Trainer) -> list[str]:
         notes.append("Under DeepSpeed another rank may need 4 % more.")
     if exchanges_buckets(trainer):
         notes.append(
-            "DDP may hold its buckets of gradients twice for a moment, and the bytes that the search"
-            " left free are one copy."
+            "DDP may hold its buckets of gradients twice for a moment, and the search left room for"
+            " one copy."
         )
-    on_node = trainer.num_devices
-    if on_node > 1:
-        notes.append(f"The {on_node} processes of a node hold {on_node} times the host memory of one.")
     return notes
 
 
-def _world(request: Mapping[str, Any], trainer: Trainer) -> dict[str, Any] | None:
+def _world(trainer: Trainer) -> dict[str, Any] | None:
     """The ranks, and what NCCL has taken; ``None`` for one rank."""
     if trainer.world_size == 1:
         return None
@@ -271,7 +267,6 @@ def _world(request: Mapping[str, Any], trainer: Trainer) -> dict[str, Any] | Non
         "devices": trainer.num_devices,
         "nodes": trainer.num_nodes,
         "nccl_bytes": nccl_bytes(),
-        "nccl_source": request["nccl_source"],
         "gathered_bytes": None,
     }
 
