@@ -40,7 +40,7 @@ def test_a_plan_of_one_rank_holds_on_two(way, tmp_path, monkeypatch):
     for name, value in DEEPSPEED.items():
         monkeypatch.setenv(name, value)
     plan, process = plan_of(tmp_path, "simulate", *AS_HERE, f"{GIB}GiB", "-m", MODULE, way)
-    assert (plan.limited_by, plan.num_ranks) == ("memory", 2)
+    assert (plan.limited_by, plan.ranks) == ("memory", 2)
     assert "rank 0 of 2" in process.stdout
     fits = trained(tmp_path / "fits", way, plan.batch_size, plan.limit_bytes)
     assert fits["codes"] == [0, 0], fits["outputs"]

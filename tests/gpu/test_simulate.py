@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ SIZES = {"gpt": {"8GiB": 62, "24GiB": 200}, "unet": {"8GiB": 1264, "24GiB": 3936
 
 def run(*words, prefix=()):
     """Run the command line as a user would; returns the process."""
+    deepspeed = find_spec("deepspeed")
+    paths = [ROOT, *([] if deepspeed is None else [Path(deepspeed.origin).parents[1]])]
     own = {
         name: value
         for name, value in os.environ.items()
@@ -45,7 +48,7 @@ def run(*words, prefix=()):
     return subprocess.run(
         [*prefix, sys.executable, "-m", "lightning_batchmem", *words],
         cwd=ROOT,
-        env={**own, "PYTHONPATH": str(ROOT)},
+        env={**own, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         timeout=WAIT_SECONDS,
