@@ -92,11 +92,16 @@ def project_line() -> str:
     return line or "unknown line"
 
 
+def is_of_project(path: str) -> bool:
+    """Whether a file is not one of an installed package."""
+    is_installed = "site-packages" in path or "dist-packages" in path
+    return not is_installed and not path.startswith(_PLACES)
+
+
 def _line_from(frame: FrameType | None) -> str | None:
     while frame is not None:
         path = frame.f_code.co_filename
-        is_installed = "site-packages" in path or "dist-packages" in path
-        if not is_installed and not path.startswith(_PLACES):
+        if is_of_project(path):
             text = linecache.getline(path, frame.f_lineno).strip()
             return f"{os.path.basename(path)}:{frame.f_lineno}: {text}"
         frame = frame.f_back

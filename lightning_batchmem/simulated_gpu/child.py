@@ -143,7 +143,10 @@ class Child:
             given = inspect.signature(fit).bind(trainer, *arguments, **keywords).arguments
             # The search calls it, also where a class of the project has a ``fit`` of its own.
             vars(trainer)["fit"] = functools.partial(fit, trainer)
-            request = {**self._request, "simulates_cudnn": simulates_cudnn()}
+            from lightning_batchmem.simulated_gpu.fits import notes_about_other_fits
+
+            notes = notes_about_other_fits(sys._getframe(1))
+            request = {**self._request, "simulates_cudnn": simulates_cudnn(), "notes": notes}
             self.finish(self._checked("search", given, request, self._values))
 
         kind.__init__ = checked_init

@@ -178,8 +178,8 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
 
     Args:
         given: the arguments of ``Trainer.fit``, with the trainer as ``self``.
-        request: see :func:`~lightning_batchmem.simulated_gpu.launch.run`, and whether cuDNN plans
-            for the GPU, as ``simulates_cudnn``.
+        request: see :func:`~lightning_batchmem.simulated_gpu.launch.run`, whether cuDNN plans for
+            the GPU, as ``simulates_cudnn``, and ``notes`` about the program.
         values: the values that are computed in this process.
 
     Raises:
@@ -190,7 +190,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     _check_trainer(trainer, keeps_engine=plan_path is not None)
     SavedStorages.largest_bytes = _LARGEST_SAVED_BYTES
     exchange_by(trainer, "gloo" if trainer.world_size == 1 else "nccl")
-    notes = []
+    notes = list(request.get("notes", ()))
     if given.get("ckpt_path") is not None:
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
     notes += _notes_about_ranks(trainer)

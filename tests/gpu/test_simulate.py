@@ -75,8 +75,30 @@ def test_memory_limits_the_sizes_on_two_gpus(network, tmp_path):
     assert [(plan.simulated, plan.verified) for plan in plans] == 2 * [(True, False)]
     assert [plan.project_batch_size for plan in plans] == [4, 4]
     lines = process.stdout.splitlines()
-    table = lines[lines.index(next(line for line in lines if line.startswith("| GPU"))) :]
-    assert max(map(len, table)) <= 80
+    assert max(map(len, lines)) <= 80
+    # Nothing that Lightning prints is between the rows.
+    assert [line.partition(" ")[0] for line in lines[:5]] == ["|", lines[1], "|", "|", ""]
+    assert process.stderr == ""
+
+
+# Its first training is that of the first layers.
+TWO_FITS = """
+from lightning.pytorch import Trainer
+from tests.helpers.simulated_training import TRAINER, make
+
+trainer = Trainer(**TRAINER)
+trainer.fit(make())
+trainer.fit(make())
+"""
+
+
+@needs_stub
+def test_a_second_fit_is_named(tmp_path):
+    (tmp_path / "train.py").write_text(TWO_FITS)
+    options = ("--max_batch_size", "2")
+    plan, _ = plan_of(tmp_path, "simulate", "8GiB", *options, str(tmp_path / "train.py"))
+    note = "Only the first Trainer.fit is searched: line 7 of train.py calls fit too."
+    assert [one.text for one in plan.notes if "first Trainer" in one.text] == [note]
 
 
 @needs_stub
