@@ -34,7 +34,7 @@ from lightning_batchmem.profile.columns import read_rows
 from lightning_batchmem.profile.run_folder import CSV_NAME, PLAN_NAME
 from lightning_batchmem.script import Script, given_options, search_by
 from lightning_batchmem.simulated_gpu import command
-from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, list_text
+from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, names_text
 from lightning_batchmem.simulated_gpu.launch import AS_THE_PROGRAM, World
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words[:2] == ["simulate", "--list"]:
-            _print(list_text())
+            _print(names_text())
             return 0
         exit_code: int = auto_cli(
             [find, simulate, compare, check, draw],

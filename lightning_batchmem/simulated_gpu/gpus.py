@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import textwrap
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,19 +35,6 @@ _FIRST_CAPABILITY_WITHOUT_NVLS = (11, 0)
 # x86-64 Linux has 47 bits of them.
 _ADDRESS_SPACE_BYTES = 2**47
 
-# In columns.
-_WIDTH = 80
-
-_NOTES = (
-    "The GiB are those that CUDA reports, and the least that a source has; ? is not known. Drivers"
-    " since CUDA 12.6 report 0.1 to 0.2 GiB less for GeForce cards than older drivers; a source"
-    " with an older one says so. SMs and L2 are from the first source unless another is named."
-    " owner/name#1 is an issue or pull request on GitHub, gls is thamada/gls (outputs of"
-    " deviceQuery), and xla is openxla/xla (xla/backends/gpu/target_config/specs). A size such as"
-    " 24GiB is a GPU of that many bytes with capability 8.0."
-)
-
-_GIB = 2**30
 _MIB = 2**20
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)", re.ASCII)
@@ -75,7 +61,6 @@ class Gpu:
     capability: tuple[int, int]
     multiprocessors: int | None
     l2_cache_bytes: int | None
-    source: str
 
 
 def _gpu_of(entry: dict[str, Any]) -> Gpu:
@@ -85,7 +70,6 @@ def _gpu_of(entry: dict[str, Any]) -> Gpu:
         tuple(entry["capability"]),
         entry.get("multiprocessors"),
         entry.get("l2_cache_bytes"),
-        entry["source"],
     )
 
 
@@ -154,19 +138,9 @@ def nccl_bytes(gpu: Gpu, devices: int, nodes: int) -> tuple[int, int, str]:
     return each_bytes, _NVLS_BYTES, f"{source}; vllm-project/vllm#9699, NVLS of H100"
 
 
-def list_text() -> str:
-    """All GPUs with their values and sources, in lines of at most 80 columns."""
-    lines = [f"{'GPU':<21}{'GiB':>7}{'capability':>12}{'SMs':>5}{'L2 MiB':>8}"]
-    for gpu in _GPUS:
-        capability = ".".join(str(part) for part in gpu.capability)
-        sms = "?" if gpu.multiprocessors is None else str(gpu.multiprocessors)
-        cache = "?" if gpu.l2_cache_bytes is None else f"{gpu.l2_cache_bytes / _MIB:g}"
-        gib = f"{gpu.memory_bytes / _GIB:.2f}"
-        lines.append(f"{gpu.name:<21}{gib:>7}{capability:>12}{sms:>5}{cache:>8}")
-        lines.append(_wrapped(gpu.source, indent="    "))
-    lines.append("")
-    lines.append(_wrapped(_NOTES))
-    return "\n".join(lines)
+def names_text() -> str:
+    """The names of all GPUs, one a line."""
+    return "\n".join(gpu.name for gpu in _GPUS)
 
 
 def _gpu_of_size(text: str, size_bytes: int) -> Gpu:
@@ -177,7 +151,7 @@ def _gpu_of_size(text: str, size_bytes: int) -> Gpu:
         )
     if size_bytes >= _ADDRESS_SPACE_BYTES:
         raise ValueError(f"a GPU of {text.strip():.80} is too large: give less than 128 TiB")
-    return Gpu(text.strip(), size_bytes, (8, 0), None, None, "the size that was given")
+    return Gpu(text.strip(), size_bytes, (8, 0), None, None)
 
 
 def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
@@ -216,16 +190,6 @@ def _gpus_by_key() -> dict[str, Gpu]:
         for name in (gpu.name, *entry.get("other_names", ())):
             found.update(dict.fromkeys(_keys(name), gpu))
     return found
-
-
-def _wrapped(text: str, *, indent: str = "") -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
 
 
 _GPU_OF_KEY = _gpus_by_key()
