@@ -248,6 +248,9 @@ class Operator:
         """Whether the host computes it in about a second."""
         if not self.runs_on_host or not all(map(is_small, (*read, *made))):
             return False
+        # An optimizer changes the states of all weights at once.
+        if sum(one.nbytes for one in made if not is_exact(one.dtype)) > FLOAT_BYTES:
+            return False
         if not self.is_product:
             return True
         longest = max((size for tensor in read for size in tensor.shape[-1:]), default=1)
