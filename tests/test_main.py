@@ -642,6 +642,15 @@ def test_each_row_is_printed_when_it_is_found(simulated, capsys, monkeypatch):
     assert remarks[0].startswith("- ")
 
 
+def test_errors_on_all_gpus_are_not_said_twice(simulated, capsys):
+    _, outcomes = simulated
+    outcomes["RTX-4090"] = outcomes["24GiB"] = {"error": "it fails"}
+    assert main(["simulate", "RTX-4090,24GiB", "train.py"]) == 2
+    output, errors = capsys.readouterr()
+    assert errors == "error: simulated RTX-4090: it fails\nerror: simulated 24GiB: it fails\n"
+    assert [line.count("failed") for line in output.splitlines()] == [0, 0, 1, 1]
+
+
 def test_a_list_of_devices_is_searched_on_each_gpu(simulated, capsys):
     asked, outcomes = simulated
     outcomes["RTX-4090"] = outcomes["24GiB"] = {"plan": simulated_plan()}

@@ -179,7 +179,9 @@ def simulate(
             table = Table(outcomes[0], [gpu.name for gpu in named])
             show(table.heading)
         show(table.row(outcomes[-1]))
-    return Findings(outcomes, f"\n{table.remarks(outcomes, context_bytes)}")
+    # The errors alone say why every row has failed.
+    has_results = not all(outcome.error for outcome in outcomes)
+    return Findings(outcomes, f"\n{table.remarks(outcomes, context_bytes)}" if has_results else "")
 
 
 def _bytes_of(argument: str, text: str) -> int:

@@ -120,9 +120,9 @@ class Table:
             remarks += [
                 *dict.fromkeys(text for outcome in outcomes for text in outcome.assumptions),
                 *[
-                    f"{plan.device}: {plan.batch_size} was not rehearsed"
-                    for plan in plans
-                    if not is_rehearsed(plan)
+                    f"simulated {outcome.name}: {outcome.plan.batch_size} was not rehearsed"
+                    for outcome in outcomes
+                    if outcome.plan is not None and not is_rehearsed(outcome.plan)
                 ],
                 "largest: rehearsed on the simulated GPU; nothing here ran on a GPU",
                 *[text for heading, text in _EXPLAINED.items() if heading in self._widths],

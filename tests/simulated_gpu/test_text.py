@@ -163,8 +163,9 @@ def test_the_lower_end_is_a_multiple_too():
 
 def test_a_size_that_was_not_rehearsed_is_named():
     plan = plan_of(trials=())
-    text = table_of(Outcome(gpu_named("RTX-4090"), plan))
+    text = table_of(*[Outcome(gpu_named("RTX-4090"), plan, asked=World(n)) for n in (None, 2)])
     assert "- simulated RTX-4090: 70 was not rehearsed" in text
+    assert "- simulated RTX-4090 x 2: 70 was not rehearsed" in text
 
 
 @given(st.integers(1, 10_000), st.floats(1.0, 2.0))
