@@ -181,6 +181,13 @@ ASSIGNED = {
         "trainer.callbacks",
         "finder.policy",
         "SavedStorages.largest_bytes",
+        "nccl_bytes.restype",
+        "torch.autograd.backward",
+    },
+    "simulated_gpu/one_rank.py": {
+        "c10d.ProcessGroupGloo",
+        "c10d.all_reduce",
+        "distributed.all_reduce",
     },
     # A second way to make an object.
     "batch_finder.py": {"finder._is_optional"},

@@ -108,7 +108,6 @@ class TrainerSearch:
     def __post_init__(self) -> None:
         trainer = self.trainer
         device_memory = self.device_memory
-        options = self.options
         later_bytes = bucket_bytes(trainer)
         # On the host the copy of the weights is part of the resident set from the start.
         if not device_memory.is_host:
@@ -117,7 +116,7 @@ class TrainerSearch:
         ranks_on_host = self.ranks.on_this_host()
         self.room = MemoryRoom(
             device_memory,
-            options.memory_limit,
+            self.options.memory_limit,
             self.policy.rehearsal.limit_share,
             ranks_on_host,
             later_bytes,

@@ -219,8 +219,7 @@ def _require_own(path: Path) -> None:
 
 def _name(headers: Path, cudnn: Path | None, libraries: list[Path]) -> str:
     """A name that changes with everything that the library is made of."""
-    inputs = [Path(__file__), *MODELLED, NOT_MODELLED, EXPORTED]
-    inputs += sorted(OWN_HEADERS.rglob("*.h"))
+    inputs = [Path(__file__), *MODELLED, NOT_MODELLED, EXPORTED, *sorted(OWN_HEADERS.rglob("*.h"))]
     inputs += [headers / "cuda.h", headers / "cuda_runtime_api.h"]
     if cudnn is not None:
         inputs += [OF_CUDNN, *sorted(cudnn.glob("cudnn*.h"))]

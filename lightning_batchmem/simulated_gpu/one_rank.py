@@ -62,7 +62,8 @@ def meet_nobody(ranks: int) -> None:
         yield store, 0, ranks
 
     # `torch.distributed.rendezvous` is a function of this module.
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
+    handlers = rendezvous._rendezvous_handlers
     handlers.update(dict.fromkeys(handlers, meet))
 
     def fake_gloo(_: Any, rank: int, size: int, timeout: Any = None) -> Any:

@@ -31,11 +31,13 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
+from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
+from lightning_batchmem.plan.records import mib
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.search.kept_trials import KeptTrials, ended_in_trial, trials_path
@@ -195,6 +197,9 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
     notes += _notes_about_ranks(trainer)
     notes += _notes_about_cudnn(given["model"], is_simulated=request["simulates_cudnn"])
+    gathered = GatheredWeights(given["model"], trainer.world_size)
+    if trainer.world_size > 1:
+        torch.autograd.backward = gathered.backward
     is_memory_test = request["kind"] == MEMORY_TEST
     if is_memory_test:
         finder = check.finder_of(SearchOnly)
@@ -223,6 +228,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             "A step of LBFGS ends after its first iteration on a simulated GPU, and needs more"
             " memory in the training."
         )
+    notes += gathered.notes
     notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
     if is_memory_test:
         if compiled_frames():
@@ -235,10 +241,44 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     simulated = simulated_plan(plan, request["gpu"], notes)
     return {
         "plan": json.loads(simulated.to_json()),
-        "world": _world(trainer),
+        "world": _world(trainer, gathered),
         "assumptions": notes,
         "multiple_of": finder.options.multiple_of or 1,
     }
+
+
+class GatheredWeights:
+    """The weights that a rank has gathered in forward, and frees in backward.
+
+    Args:
+        module: the network.
+        ranks: how many ranks share its weights.
+    """
+
+    def __init__(self, module: torch.nn.Module, ranks: int) -> None:
+        self._module = module
+        self._ranks = ranks
+        self._backward = torch.autograd.backward
+        self._shard_bytes = 0
+        self.most_bytes = 0
+
+    def backward(self, *arguments: Any, **keywords: Any) -> None:
+        """Run ``torch.autograd.backward``, and measure before and after."""
+        before_bytes = bytes_of(self._module.parameters())
+        self._backward(*arguments, **keywords)
+        self._shard_bytes = bytes_of(self._module.parameters())
+        self.most_bytes = max(self.most_bytes, before_bytes - self._shard_bytes)
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence if most weights stay gathered."""
+        if self.most_bytes <= self._ranks * self._shard_bytes / 2:
+            return []
+        return [
+            f"Gathered weights of {mib(self.most_bytes)} stay from forward to backward. If you do"
+            " not want that, shard the whole module too, after its layers: fully_shard(model) under"
+            " FSDP2."
+        ]
 
 
 def _notes_about_ranks(trainer: Trainer) -> list[str]:
@@ -257,7 +297,7 @@ def _notes_about_ranks(trainer: Trainer) -> list[str]:
     return notes
 
 
-def _world(trainer: Trainer) -> dict[str, Any] | None:
+def _world(trainer: Trainer, gathered: GatheredWeights) -> dict[str, Any] | None:
     """The ranks, and what NCCL has taken; ``None`` for one rank."""
     if trainer.world_size == 1:
         return None
@@ -267,7 +307,7 @@ def _world(trainer: Trainer) -> dict[str, Any] | None:
         "devices": trainer.num_devices,
         "nodes": trainer.num_nodes,
         "nccl_bytes": nccl_bytes(),
-        "gathered_bytes": None,
+        "gathered_bytes": gathered.most_bytes or None,
     }
 
 

@@ -4,8 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lightning_batchmem import Plan
-from tests.gpu.test_simulate import plan_of, run
+from tests.gpu.test_simulate import plan_of
 from tests.helpers.cuda_stub import needs_stub, on_stub
 
 pytestmark = needs_stub
@@ -17,6 +16,8 @@ GIB = 3
 DEVICES = {"CUDA_STUB_DEVICES": "2", "CUDA_STUB_GIB": str(GIB)}
 # What DeepSpeed asks for where no compiler of CUDA is found.
 DEEPSPEED = {"DS_IGNORE_CUDA_DETECTION": "1", "DS_SKIP_CUDA_CHECK": "1"}
+
+STAGES = ["deepspeed 1", "deepspeed 2", "deepspeed 3"]
 
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs DeepSpeed, the extra `deepspeed`"
@@ -34,7 +35,8 @@ def trained(folder, way, batch_size, limit_bytes):
 
 
 @pytest.mark.parametrize(
-    "way", ["ddp", "fsdp", "fsdp2", *map(of_deepspeed, ["deepspeed 1", "deepspeed 2", "deepspeed 3"])]
+    "way",
+    ["ddp", "fsdp", "fsdp2", *map(of_deepspeed, ["deepspeed 1", "deepspeed 2", "deepspeed 3"])],
 )
 def test_a_plan_of_one_rank_holds_on_two(way, tmp_path, monkeypatch):
     for name, value in DEEPSPEED.items():
@@ -48,4 +50,3 @@ def test_a_plan_of_one_rank_holds_on_two(way, tmp_path, monkeypatch):
     fails = trained(tmp_path / "fails", way, too_large, plan.limit_bytes)
     assert fails["codes"] != [0, 0]
     assert any("out of memory" in text for text in fails["outputs"])
-    print(way, plan.batch_size, too_large, plan.held_peak_bytes/2**20, plan.limit_bytes/2**20, fits["held_mib"])
