@@ -228,7 +228,9 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             "A step of LBFGS ends after its first iteration on a simulated GPU, and needs more"
             " memory in the training."
         )
-    notes += gathered.notes
+    if plan_path is None:
+        # DeepSpeed keeps what its own settings allow.
+        notes += gathered.notes
     notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
     if is_memory_test:
         if compiled_frames():
@@ -259,20 +261,29 @@ class GatheredWeights:
         self._module = module
         self._ranks = ranks
         self._backward = torch.autograd.backward
-        self._shard_bytes = 0
         self.most_bytes = 0
+        # Of the other weights, on all ranks.
+        self._sharded_bytes = 0
 
     def backward(self, *arguments: Any, **keywords: Any) -> None:
         """Run ``torch.autograd.backward``, and measure before and after."""
-        before_bytes = bytes_of(self._module.parameters())
+        before = self._bytes_by_name()
         self._backward(*arguments, **keywords)
-        self._shard_bytes = bytes_of(self._module.parameters())
-        self.most_bytes = max(self.most_bytes, before_bytes - self._shard_bytes)
+        after = self._bytes_by_name()
+        gathered = {name for name, count in before.items() if count > after.get(name, 0)}
+        gathered_bytes = sum(before[name] for name in gathered)
+        if gathered_bytes > self.most_bytes:
+            self.most_bytes = gathered_bytes
+            others = after.keys() - gathered
+            self._sharded_bytes = self._ranks * sum(after[name] for name in others)
+
+    def _bytes_by_name(self) -> dict[str, int]:
+        return {name: bytes_of([weight]) for name, weight in self._module.named_parameters()}
 
     @property
     def notes(self) -> list[str]:
         """A sentence if most weights stay gathered."""
-        if self.most_bytes <= self._ranks * self._shard_bytes / 2:
+        if self.most_bytes <= self._sharded_bytes:
             return []
         return [
             f"Gathered weights of {mib(self.most_bytes)} stay from forward to backward. If you do"
