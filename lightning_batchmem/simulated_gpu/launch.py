@@ -66,7 +66,7 @@ class FoundWorld:
         nodes: the number of nodes.
         nccl_bytes: bytes of each GPU that NCCL was assumed to take.
         nccl_source: where this number comes from.
-        gathered_bytes: weights that a rank gathers and holds at once in forward.
+        gathered_bytes: weights that a rank gathers in forward and frees in backward.
     """
 
     devices: int
@@ -156,7 +156,7 @@ def run(
     with (
         ended_with_children(),
         tempfile.TemporaryDirectory(prefix="lightning-batchmem-") as directory,
-        (Path(directory) / "output").open("w+", errors="replace") as output,
+        (Path(directory) / "output").open("w+", encoding="utf-8", errors="replace") as output,
     ):
         files = {name: Path(directory) / name for name in ("request", "result", "report", "plan")}
         current = world

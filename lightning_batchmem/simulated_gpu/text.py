@@ -44,7 +44,7 @@ def text_of(outcome: Outcome, context_bytes: int) -> str:
         rows.append(("ranks", _ranks(plan, world)))
     rows.append(("memory", _memory(plan)))
     if world is not None and world.gathered_bytes is not None:
-        rows.append(("gathered", f"{_gib(world.gathered_bytes)} GiB of weights at once in forward"))
+        rows.append(("gathered", f"{_gib(world.gathered_bytes)} GiB of weights stay from forward to backward"))
     size = plan.project_batch_size
     if size is not None:
         rows.append(("own size", f"batch size {size}: {_fit(plan, size)}"))
@@ -71,14 +71,16 @@ class Table:
     def __init__(self, first: Outcome, gpus: Sequence[str]) -> None:
         size = None if first.plan is None else first.plan.project_batch_size
         self._own_size = "own size" if size is None else f"{size} fits?"
-        # With several GPUs in a row there is no room for the limit.
-        self._has_limits = first.world is None and first.asked.devices is None
-        own_cell = "yes, 10.5"
-        left_out = {_RANGE}
-        if self._has_limits:
+        if first.world is None and first.asked.devices is None:
             self._own_size += " (GiB)"
+            self._end_of_fit = " GiB"
             own_cell = "yes, 10.5 of 22.0"
             left_out = {"devices", _SAMPLES}
+        else:
+            # The limit and the range have no room here.
+            self._end_of_fit = " of "
+            own_cell = "yes, 10.5"
+            left_out = {_RANGE}
         cells = self._cells(first)
         self._widths = {
             heading: max(len(heading), len(cell))
@@ -169,12 +171,8 @@ class Table:
     def _own_fit(self, plan: Plan, size: int) -> str:
         """Whether the project's own size fits, and what it needs."""
         words = {"fits": "yes", "may fit": "maybe", "too large": "no", "not known": "?"}
-        text = words[how_it_fits(plan, size)]
-        needed = needed_bytes(plan, size)
-        if needed is not None:
-            text += f", {_gib(needed)}"
-        if needed is not None and self._has_limits:
-            text += f" of {_gib(plan.limit_bytes)}"
+        word = how_it_fits(plan, size)
+        text = _fit(plan, size).replace(word, words[word]).partition(self._end_of_fit)[0]
         # It may depend on the GPU.
         return text if self._own_size.startswith(f"{size} ") else f"{size}: {text}"
 

@@ -270,7 +270,7 @@ def test_the_plan_of_one_rank_of_many():
         "  ranks     rank 0 of 64; 4,480 samples a step on all of them; a node needs 8",
         "            times the host memory of one process",
         "  memory    needs 20.3 of 22.0 GiB; 256.0 MiB a sample",
-        "  gathered  5.0 GiB of weights at once in forward",
+        "  gathered  5.0 GiB of weights stay from forward to backward",
         "  own size  batch size 16: fits, 6.1 of 22.0 GiB",
         "  range     70 fits also if peaks on the real GPU are 8 % higher",
         "  assumed   300.0 MiB for the CUDA context, 344.0 MiB for NCCL",
