@@ -46,8 +46,8 @@ class Child:
         self._request = request
         # They are computed from the import of torch on.
         self._values: Any = None
-        devices = request["devices"] or 1
-        self._ranks = devices * (request["nodes"] or 1)
+        devices = request.get("devices") or 1
+        self._ranks = devices * (request.get("nodes") or 1)
         self._visible_devices = ",".join(map(str, range(devices)))
 
     def run(self) -> None:
@@ -61,7 +61,7 @@ class Child:
             if value is not None:
                 os.environ[name] = value
         if self._ranks > 1:
-            set_rank_variables(self._request["devices"], self._ranks)
+            set_rank_variables(self._request["devices"] or 1, self._ranks)
         trainers = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
         changes = {"torch": self._change_torch, **dict.fromkeys(trainers, self._change_trainer)}
         sys.meta_path.insert(0, ChangedModules(changes))

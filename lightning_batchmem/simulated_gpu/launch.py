@@ -190,6 +190,9 @@ def run(
             if again is None:
                 break
             current = replace(current, **again)
+        else:
+            text = f"{program.target} was started {_MOST_STARTS} times, and no size fits yet"
+            return Outcome(gpu, nothing_fits=text, asked=world)
         outcome = _outcome(program, gpu, code, files, world)
         if outcome.error:
             output.seek(0)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_batchmem.simulated_gpu.known import (
     host_view,
     is_known,
+    is_small,
     is_writable,
     make_known,
     mark_unknown,
@@ -36,7 +37,10 @@ _TO_ONE_RANK = frozenset({"send", "recv_", "recv_any_source_", "isend", "irecv",
 _ALL_TO_ALL = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
 # Torch copies what they receive out of one tensor, or what they send into one.
 _LISTED = frozenset({"allgather_", "gather_"})
-_NOT_WRITTEN = frozenset({"allgather_coalesced_", "reduce_scatter_", "scatter_"})
+_NOT_WRITTEN = frozenset(
+    {"allgather_coalesced_", "all_reduce_coalesced", "reduce_scatter_", "scatter_"}
+)
+_COPYING = frozenset({"all_reduce", "broadcast"})
 
 Refuse = Callable[[str], object]
 
@@ -104,6 +108,10 @@ class Exchanges:
         """Run a collective, and note which of the received values are known."""
         name = func._schema.name.partition("::")[2]
         self._check(name, args)
+        if name in _COPYING:
+            # Torch copies on the device, and then exchanges in place.
+            func = getattr(torch.ops._c10d_functional, f"{name}_").default
+            args = (_copy_of(args[0]), *args[1:])
         result = func(*args, **kwargs)
         groups = [group for group in map(_tensors_of, (*args, *kwargs.values())) if group]
         # Those that this rank sends are the last ones.
@@ -142,6 +150,12 @@ class Exchanges:
             return True
         is_small = all(one.nbytes <= MOST_BYTES for one in tensors)
         return is_small and name not in (*_ALL_TO_ALL, *_NOT_WRITTEN)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    may_know = is_known(tensor) and is_small(tensor)
+    return make_known(copy, host_view(tensor)) if may_know else mark_unknown(copy)
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

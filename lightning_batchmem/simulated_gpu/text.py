@@ -44,7 +44,12 @@ def text_of(outcome: Outcome, context_bytes: int) -> str:
         rows.append(("ranks", _ranks(plan, world)))
     rows.append(("memory", _memory(plan)))
     if world is not None and world.gathered_bytes is not None:
-        rows.append(("gathered", f"{_gib(world.gathered_bytes)} GiB of weights stay from forward to backward"))
+        rows.append(
+            (
+                "gathered",
+                f"{_gib(world.gathered_bytes)} GiB of weights stay from forward to backward",
+            )
+        )
     size = plan.project_batch_size
     if size is not None:
         rows.append(("own size", f"batch size {size}: {_fit(plan, size)}"))

@@ -79,8 +79,7 @@ def test_a_training_on_the_cpu_is_refused_and_does_not_run(run):
 @pytest.mark.parametrize(
     ("trainer", "refusal"),
     [
-        ("devices=2,", "the Trainer must have one device on one node for simulate, got devices=2"),
-        ("num_nodes=2,", "got devices='auto' and num_nodes=2; run the program with devices=1"),
+        ("devices=16,", "the Trainer has devices=16 and num_nodes=1, and a node has at most 8"),
         ("fast_dev_run=True,", "the Trainer has fast_dev_run"),
         ("max_epochs=0,", "the Trainer has max_epochs=0, so nothing is trained"),
     ],
@@ -124,10 +123,10 @@ except ZeroDivisionError:
 def test_an_error_after_assumptions_names_the_last_one(monkeypatch):
     found = []
     monkeypatch.setattr(child.Child, "finish", lambda _, result: found.append(result))
-    monkeypatch.setattr(search, "use_one_device", lambda _: 1 / 0)
+    monkeypatch.setattr(search, "use_devices", lambda *_: 1 / 0)
     program = child.Child({"target": "train.py"})
     program._values = SimpleNamespace(assumptions=["one", "two"])
-    program._checked("use_one_device", {})
+    program._checked("use_devices", {}, {})
     assert found == [{"error": "train.py ended with an error after this was assumed: two"}]
 
 
@@ -159,5 +158,5 @@ def test_a_changed_module_is_loaded_once_and_others_are_left_alone(tmp_path, mon
 @pytest.mark.parametrize(("value", "seen"), [("3", "0"), ("", ""), ("-1", "-1")])
 def test_another_gpu_of_the_machine_is_the_simulated_one(monkeypatch, value, seen):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    child.show_the_gpu()
+    child.show_the_gpu("0")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen

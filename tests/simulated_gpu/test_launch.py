@@ -154,9 +154,11 @@ open(request["result"], "w").write(json.dumps({"nothing_fits": json.dumps(seen)}
 
 
 def test_the_world_that_was_found_comes_back(run):
-    found = FoundWorld(8, 4, 2**20, "a source", None)
-    outcome = run(writing({"plan": SAVED_PLAN, "world": asdict(found)}), world=World(8))
-    assert outcome.world == found
+    found = {"devices": 8, "nodes": 4, "nccl_bytes": 2**20, "gathered_bytes": None}
+    outcome = run(writing({"plan": SAVED_PLAN, "world": found}), world=World(8))
+    assert outcome.world == FoundWorld(**found, nccl_source="NVIDIA/nccl#964, A100")
+    given = run(writing({"plan": SAVED_PLAN, "world": found}), world=World(8, nccl_bytes=2**20))
+    assert given.world == FoundWorld(**found, nccl_source="as given")
     assert outcome.devices == "8 x 4"
     alone = run(writing({"plan": SAVED_PLAN, "world": None}))
     assert alone.world is None

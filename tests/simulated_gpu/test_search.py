@@ -17,7 +17,15 @@ from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import SAVED_PLAN, quiet_trainer
 from tests.helpers.plans import plan_with, search_notes
 
-REQUEST = {"kind": "script", "options": {}, "gpu": "RTX-4090", "simulates_cudnn": False}
+REQUEST = {
+    "kind": "script",
+    "options": {},
+    "gpu": "RTX-4090",
+    "simulates_cudnn": False,
+    "devices": None,
+    "nodes": None,
+    "kept_plan": "plan.json",
+}
 
 
 class NoValues:
@@ -38,7 +46,7 @@ def finders(monkeypatch):
         return plan
 
     monkeypatch.setattr(simulated.SimulatedSearch, "search", search_at_once)
-    monkeypatch.setattr(simulated, "_check_trainer", lambda trainer: None)
+    monkeypatch.setattr(simulated, "_check_trainer", lambda trainer, keeps_engine: None)
     # It is changed for a process that ends.
     monkeypatch.setattr(SavedStorages, "largest_bytes", SavedStorages.largest_bytes)
     return found
@@ -197,14 +205,51 @@ def test_an_error_of_the_program_is_its_own(finders, monkeypatch):
 @pytest.mark.parametrize("devices", ["auto", -1, "-1", 1, "1", "3,", [0], "0", 0])
 def test_one_device_or_what_lightning_itself_decides(devices):
     given = {"devices": devices}
-    simulated.use_one_device(given)
+    assert simulated.use_devices(given, REQUEST) is None
     assert given["devices"] == ([0] if devices in ("3,", [0]) else devices)
 
 
-@pytest.mark.parametrize("given", [{"devices": 2}, {"devices": "0,1"}, {"num_nodes": 2}])
-def test_several_devices_or_nodes_are_refused(given):
-    with pytest.raises(ValueError, match="the Trainer must have one device on one node"):
-        simulated.use_one_device(given)
+@pytest.mark.parametrize(
+    ("given", "devices", "nodes"),
+    [
+        ({"devices": 2}, 2, 1),
+        ({"devices": "4"}, 4, 1),
+        ({"devices": "0,1"}, 2, 1),
+        ({"devices": [2, 5, 7]}, 3, 1),
+        ({"num_nodes": 2}, 1, 2),
+        ({"devices": 8, "num_nodes": 4}, 8, 4),
+    ],
+)
+def test_a_trainer_that_names_its_devices_gets_them_in_another_start(given, devices, nodes):
+    started_with = simulated.use_devices(dict(given), REQUEST)
+    assert started_with == {"devices": devices, "nodes": nodes}
+    given = dict(given)
+    assert simulated.use_devices(given, {**REQUEST, **started_with}) is None
+    if isinstance(given.get("devices"), list):
+        assert given["devices"] == devices
+
+
+@pytest.mark.parametrize("given", [{}, {"devices": "auto"}, {"devices": -1, "num_nodes": 1}])
+def test_a_trainer_that_leaves_its_devices_open_gets_those_of_the_command(given):
+    assert simulated.use_devices(given, {**REQUEST, "devices": 4, "nodes": 2}) is None
+    assert given["num_nodes"] == 2
+
+
+@pytest.mark.parametrize("given", [{"devices": 1}, {"devices": 8}, {"num_nodes": 3}])
+def test_the_command_does_not_replace_the_devices_of_a_trainer(given):
+    with pytest.raises(ValueError, match="which --devices and --nodes do not replace"):
+        simulated.use_devices(given, {**REQUEST, "devices": 4, "nodes": 2})
+
+
+def test_a_node_has_at_most_eight_devices():
+    with pytest.raises(ValueError, match="a node has at most 8 simulated GPUs"):
+        simulated.use_devices({"devices": 16}, REQUEST)
+
+
+def test_equal_ranks_exchange_what_this_one_has():
+    ranks = simulated.EqualRanks(4, ends_together=False)
+    assert ranks.exchange("a size") == ["a size"] * 4
+    assert ranks.on_this_host() == 1
 
 
 def assumed_with(*layers):
