@@ -60,7 +60,7 @@ class Assumptions:
 
     def __init__(self) -> None:
         self.sentences: list[str] = []
-        self._named: set[tuple[str, str]] = set()
+        self._named: set[tuple[str | bytes, str]] = set()
 
     def add(self, what: str, amount: str, tensor: Tensor) -> None:
         """Name the line that is running now, once.
@@ -81,6 +81,14 @@ class Assumptions:
             self.sentences.append(
                 f"{what} ({amount}) depends on values that are not computed ({line})"
             )
+
+    def add_of_library(self, sentence: bytes) -> None:
+        """Add a sentence of the library of the simulated GPU, once, with the line that runs now."""
+        # A backward pass has its own thread, and no line.
+        is_named = (sentence, "") in self._named
+        if threading.current_thread() is threading.main_thread() and not is_named:
+            self._named.add((sentence, ""))
+            self.sentences.append(f"{sentence.decode()} ({project_line()})")
 
 
 def project_line() -> str:
@@ -106,6 +114,20 @@ def _line_from(frame: FrameType | None) -> str | None:
             return f"{os.path.basename(path)}:{frame.f_lineno}: {text}"
         frame = frame.f_back
     return None
+
+
+def running_operator() -> str:
+    """The operator of torch that runs now, as ``aten::mm (file.py:88: its text)``."""
+    frame: FrameType | None = sys._getframe(1)
+    name = "a library"
+    while frame is not None:
+        # So it is called in values.py.
+        function = frame.f_locals.get("func")
+        if isinstance(function, torch._ops.OpOverload):
+            name = function._schema.name
+            break
+        frame = frame.f_back
+    return f"{name} ({project_line()})"
 
 
 # A search has up to 24 sizes, and each of them a forward and a backward pass. A shape takes one to

@@ -19,7 +19,7 @@ from runpy import run_path
 from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
-MODELLED = (HERE / "cuda_stub.cpp", HERE / "nccl_stub.cpp")
+MODELLED = tuple(HERE / f"{name}_stub.cpp" for name in ("cuda", "math", "nccl"))
 OF_CUDNN = HERE / "cudnn_stub.cpp"
 NOT_MODELLED = HERE / "not_modelled.cpp"
 EXPORTED = HERE / "exported.map"

@@ -30,6 +30,11 @@ _PR_SET_PDEATHSIG = 1
 
 PACKAGE = "lightning_batchmem.simulated_gpu"
 
+# With the library of the simulated GPU.
+_LIBRARY = ctypes.CDLL(None)
+_ASSUME = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_END = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
+
 # Each of them imports those before it.
 VALUE_MODULES = ("known", "unknown", "assumptions", "one_rank", "values")
 
@@ -49,6 +54,8 @@ class Child:
         devices = request.get("devices") or 1
         self._ranks = devices * (request.get("nodes") or 1)
         self._visible_devices = ",".join(map(str, range(devices)))
+        # Functions that the library calls, which has their addresses only.
+        self._told: tuple[Any, ...] = ()
 
     def run(self) -> None:
         """Run the program; ends the process where it calls ``Trainer.fit``."""
@@ -93,6 +100,17 @@ class Child:
                 trainer, model, data = self._checked("trainer_of", *arguments)
                 trainer.fit(model, data)
 
+    def _refuse_function(self, function: bytes, library: bytes) -> None:
+        """End the process in a function that the library does not model."""
+        caller = sys.modules[f"{PACKAGE}.assumptions"].running_operator()
+        way = "Leave this line out, or let it compute on the CPU, to plan the rest."
+        if b"cudnn" in library:
+            way = "With CUDA_STUB_CUDNN=0 torch takes kernels of its own."
+        self.refuse(
+            f"The simulated GPU does not have {function.decode()} of {library.decode()}, which"
+            f" {caller} calls. {way}"
+        )
+
     def refuse(self, sentence: str) -> NoReturn:
         """End the process with a sentence, because there is nothing to search."""
         self.finish({"error": sentence})
@@ -121,6 +139,8 @@ class Child:
             sys.modules[f"{PACKAGE}.one_rank"].meet_nobody(self._ranks)
         self._values = loaded.Values(self.refuse)
         self._values.enter()
+        self._told = (_ASSUME(self._values.add_assumption), _END(self._refuse_function))
+        _LIBRARY.cuda_stub_tell(*self._told)
 
     def _change_trainer(self, module: Any) -> None:
         """Let ``fit`` search instead of training."""

@@ -1,7 +1,7 @@
 // A stub of the CUDA runtime: the functions of libcudart, libcublas, libcuda and libnvidia-ml that
 // PyTorch calls, over the memory of the host. tests/cuda_stub/README.md has its settings and limits.
 // Any other function of these libraries ends the process and names itself (not_modelled.cpp).
-// cudnn_stub.cpp has the functions of cuDNN.
+// math_stub.cpp has those for linear algebra and Fourier transforms, and cudnn_stub.cpp those of cuDNN.
 //
 // PyTorch's own code runs unchanged above it: the caching allocator, streams, events, hooks and
 // out-of-memory errors. Kernels do nothing, so results have no meaning. Two things are modelled: the
@@ -255,8 +255,25 @@ std::string library_of(const void* address) {
 
 }  // namespace
 
+// Functions of a process that knows which line of the program runs: one adds a sentence to the plan,
+// and the other one ends the process.
+static void (*on_assumption)(const char* sentence) = nullptr;
+static void (*on_not_modelled)(const char* function, const char* library) = nullptr;
+
+extern "C" void cuda_stub_tell(void (*assume)(const char*), void (*end)(const char*, const char*)) {
+  on_assumption = assume;
+  on_not_modelled = end;
+}
+
+extern "C" void cuda_stub_assume(const char* sentence) {
+  if (on_assumption)
+    on_assumption(sentence);
+}
+
 extern "C" [[noreturn]] void cuda_stub_not_modelled(const char* library, const char* function,
                                                     const void* caller) {
+  if (on_not_modelled)
+    on_not_modelled(function, library);
   cuda_stub_end("The simulated GPU does not have %s of %s, which %s calls.", function, library,
                 library_of(caller).c_str());
 }

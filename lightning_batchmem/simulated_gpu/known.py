@@ -13,6 +13,7 @@ only.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,8 +185,10 @@ def _is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
-_PRODUCTS = ("mm", "mv", "dist", "conv", "linear", "attention")
+_PRODUCTS = ("mm", "mv", "dist", "conv", "linear", "attention", "linalg", "cholesky", "solve")
 """Parts of names. The work of these operators is not bounded by the size of their tensors."""
+_READING = ("linalg_eig", "svd", "lstsq", "pinv", "sqrth", "polar", "to_sparse")
+"""Parts of names. Inside of these operators torch reads what others of them have found."""
 _PRODUCT_OPERATIONS = 2**31
 """Multiplications of a product that is computed at most: about a second on one core."""
 
@@ -215,6 +218,7 @@ class Operator:
         name: without the underscore of one that writes to its first argument.
         runs_on_host: whether the host may run it too. Operators of others may do anything.
         is_product: whether its work is not bounded by the size of its tensors.
+        reads_inside: whether it calls operators whose results it reads.
         reads_shapes: whether it reads no values.
         keeps_values: whether it writes no values: it returns a view, or changes a shape.
         arguments: their names.
@@ -225,6 +229,7 @@ class Operator:
     name: str
     runs_on_host: bool
     is_product: bool
+    reads_inside: bool
     reads_shapes: bool
     keeps_values: bool
     arguments: tuple[str, ...]
@@ -271,6 +276,7 @@ def describe(function: Any) -> Operator:
         name=name,
         runs_on_host=function.namespace in ("aten", "prims", "torchvision"),
         is_product=any(part in name for part in _PRODUCTS),
+        reads_inside=any(part in name for part in _READING),
         reads_shapes=name.endswith("_like") or name.startswith("new_"),
         keeps_values=(not written and returns_views) or only_reshapes or name in _KEEPING,
         arguments=tuple(argument.name for argument in schema.arguments),
@@ -294,6 +300,24 @@ def on_host(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if "not implemented for" in str(error):
             return NotImplemented
         raise
+
+
+# Where an operator of the device may have its kernel.
+_KERNELS = (
+    torch.DispatchKey.CUDA,
+    torch.DispatchKey.CompositeExplicitAutograd,
+    torch.DispatchKey.CompositeExplicitAutogradNonFunctional,
+    torch.DispatchKey.CompositeImplicitAutograd,
+)
+
+
+def own_kernel(func: Any) -> Any:
+    """The kernel of an operator, which is called without those who watch operators.
+
+    Its name is private in torch 2.5 to 2.14.
+    """
+    keys = filter(func.has_kernel_for_dispatch_key, _KERNELS)
+    return functools.partial(func._op_dk, next(keys))
 
 
 def _host_value(value: Any) -> Any:

@@ -293,8 +293,6 @@ def _outcome(
         return Outcome(gpu, assumptions=assumptions, asked=asked, **result)
     if code == _NOT_MODELLED and files["report"].exists():
         text = files["report"].read_text(encoding="utf-8").strip()
-        if "libcudnn" in text:
-            text += " With CUDA_STUB_CUDNN=0 torch takes kernels of its own."
         return Outcome(gpu, error=text, asked=asked)
     if code < 0:
         how = f"was ended by {signal.Signals(-code).name}"

@@ -188,10 +188,30 @@ def _all_boxes(args: Any, kwargs: Any) -> Assumed:
     return _made((count,), args[0]), f"all {count:,} are assumed"
 
 
+def _exponential(args: Any, kwargs: Any) -> Assumed:
+    """Torch reads norms, and takes more products for larger ones: the most are assumed."""
+    matrix = args[0]
+    # Five powers, five sums of them, a scaled copy, and one for a product. Source: compute_T18 in
+    # aten/src/ATen/native/LinearAlgebra.cpp, torch 2.9.
+    torch.empty((12, *matrix.shape), dtype=matrix.dtype, device=matrix.device)
+    return _made(matrix.shape, matrix, matrix.dtype), ""
+
+
 def _are_same(args: Any, kwargs: Any) -> Assumed:
     left, right = args[:2]
     is_same = left.shape == right.shape and left.data_ptr() == right.data_ptr()
     return is_same, f"{is_same} is assumed"
+
+
+def assume_distinct(func: Any, args: Any, kwargs: Any) -> Any:
+    """Take no two elements of a sparse matrix to be at the same place, which a product looks for.
+
+    The operator runs as any other one.
+    """
+    for matrix in args[:3]:
+        if matrix.layout is torch.sparse_coo:
+            matrix._coalesced_(True)
+    return NotImplemented
 
 
 SHAPES: Mapping[str, tuple[str, Callable[[Any, Any], Assumed]]] = {
@@ -211,5 +231,10 @@ SHAPES: Mapping[str, tuple[str, Callable[[Any, Any], Assumed]]] = {
     "histc": ("", _counted),
     # As any check of all elements, this one holds.
     "allclose": ("", lambda args, kwargs: (True, "")),
+    # No matrix is singular.
+    "_linalg_check_errors": ("", lambda args, kwargs: (None, "")),
+    "linalg_matrix_exp": ("", _exponential),
+    # No two elements of a sparse tensor are at the same place.
+    "_coalesce": ("", lambda args, kwargs: (args[0].clone()._coalesced_(True), "")),
 }
 """Operators whose kernels read values, as for the size of a result -> that size, the worst case."""

@@ -47,12 +47,14 @@ from lightning_batchmem.simulated_gpu.known import (
     mark_unknown,
     number_of,
     on_host,
+    own_kernel,
     tensors_in,
     to_device,
 )
 from lightning_batchmem.simulated_gpu.one_rank import Exchanges, Refuse, raise_refusal
 from lightning_batchmem.simulated_gpu.unknown import (
     SHAPES,
+    assume_distinct,
     assumed_number,
     certain_byte,
 )
@@ -82,6 +84,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         refuse: ends the process with a sentence.
+
+    Attributes:
+        add_assumption: adds a sentence of the library of the simulated GPU.
     """
 
     # Higher-order operators of torch 2.6 and later come here, and run as they are.
@@ -110,6 +115,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._exchanges = Exchanges(refuse)
         self._operators: dict[Any, Operator] = {}
         self._assumptions = Assumptions()
+        self.add_assumption = self._assumptions.add_of_library
         self._is_on = False
         self._special: dict[str, Callable[[Any, Any, Any], Any]] = {
             "_local_scalar_dense": self._scalar,
@@ -117,6 +123,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "copy": self._copy,
             "masked_select": self._masked_select,
             "lift_fresh": _lifted,
+            **dict.fromkeys(("mm", "addmm", "_sparse_addmm"), assume_distinct),
             **dict.fromkeys(CUDNN_ATTENTION, CudnnAttention(self._assumptions.sentences).count),
         }
         os.register_at_fork(after_in_child=self.exit)
@@ -173,6 +180,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._shaped(operator.name, func, args, kwargs)
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._exchanges.run(func, args, kwargs)
+        if operator.reads_inside:
+            return self._opened(func, args, kwargs)
         if operator.keeps_values:
             return func(*args, **kwargs)
         if operator.name in _INDEXING:
@@ -261,6 +270,16 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return target
         return target.copy_(host_view(source) if is_known(source) else self._read(source))
 
+    def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator so that those inside of it come here too."""
+        kernel = own_kernel(func)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return kernel(*args, **kwargs)
+
+        return _run(self._operators[func], func, args, kwargs, run)
+
     def _read(self, tensor: Tensor) -> Number:
         """The unknown number that the host reads; a whole number is named."""
         number = number_of(tensor)
@@ -273,13 +292,13 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
 
-def _run(operator: Operator, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator of the device, and note what is known about the results."""
+def _run(operator: Operator, func: Any, args: Any, kwargs: dict[str, Any], run: Any = None) -> Any:
+    """Run an operator of the device, perhaps its own way, and note what is known of the results."""
     read, written = operator.read_and_written(args, kwargs)
     # Both before it runs, since it may write to what it reads.
     is_writable_now = [is_writable(tensor, overwrites=operator.overwrites) for tensor in written]
     may_know = all(map(is_known, read)) and all(is_writable_now)
-    result = func(*args, **kwargs)
+    result = (run or func)(*args, **kwargs)
     if operator.name.startswith(("empty", "new_empty")):
         # A kernel that is not an operator of torch may write to it.
         return result

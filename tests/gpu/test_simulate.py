@@ -20,6 +20,7 @@ from tests.helpers.simulated_training import one_more_block
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "tests/helpers/simulated_training.py"
+MATH = "tests/helpers/simulated_math.py"
 MODULE = "tests.helpers.simulated_training"
 WAIT_SECONDS = 280
 
@@ -190,12 +191,40 @@ def test_ddp_on_one_device_has_its_buckets(tmp_path):
 
 
 @needs_stub
-def test_what_is_not_modelled_ends_with_its_name():
-    process = run("simulate", "8GiB", SCRIPT, "mlp", "fft")
+def test_spectrograms_have_a_plan_that_names_its_work_area(tmp_path):
+    plan, _ = plan_of(tmp_path, "simulate", "2GiB", MATH, "sound")
+    assert plan.limited_by == "dataset"
+    (note,) = [note for note in plan.notes if "cuFFT" in note.text]
+    assert note.text.startswith("The work area of cuFFT is assumed to be a copy")
+    assert "(simulated_math.py:" in note.text
+    assert "torch.stft(" in note.text
+    # Spectra of a second: 201 complex numbers for each of 101 windows, and the signal, which is
+    # padded. That of torch.fft has a factor above 127: twice 32,768 complex numbers.
+    spectra_bytes = 8 * 201 * 101
+    assert plan.memory.lines["forward"].slope > 3 * spectra_bytes
+
+
+@needs_stub
+def test_linear_algebra_has_a_plan(tmp_path):
+    plan, _ = plan_of(tmp_path, "simulate", "8GiB", MATH, "poses")
+    assert plan.limited_by == "dataset"
+    (note,) = [note for note in plan.notes if "cuSOLVER" in note.text]
+    assert note.text.startswith("The work area of cuSOLVER is assumed to be")
+    # What torch reads inside of its functions is not assumed to depend on the model.
+    assert not [note for note in plan.notes if "not computed" in note.text]
+
+
+@needs_stub
+def test_what_is_not_modelled_ends_with_the_line_of_the_project():
+    process = run("simulate", "8GiB", MATH, "graph")
     assert process.returncode == 2
     *_, error = process.stderr.splitlines()
-    assert error.startswith("error: simulated 8GiB: ")
-    assert "cufft" in error
+    assert re.fullmatch(
+        r"error: simulated 8GiB: The simulated GPU does not have cusparseSpGEMM\w+ of"
+        r" libcusparse\.so\.\d+, which aten::mm \(simulated_math\.py:\d+: .*eye @ eye.*\) calls\."
+        r" Leave this line out, or let it compute on the CPU, to plan the rest\.",
+        error,
+    )
 
 
 @needs_stub

@@ -78,8 +78,6 @@ def main() -> None:
     if "experts" in cases:
         for block in module.module.blocks:
             block.mlp = Experts()
-    if "fft" in cases:
-        module.on_train_start = lambda: torch.fft.fft(torch.ones(8, device=module.device))
     if "compiled" in cases:
         module.module = torch.compile(module.module)
     Trainer(**arguments).fit(module)

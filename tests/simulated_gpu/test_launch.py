@@ -191,11 +191,6 @@ def test_what_a_program_prints_is_shown_at_its_error_only(run, capfd):
             "sys.exit(70)",
             "cufftPlan is not there",
         ),
-        (
-            "open(os.environ['CUDA_STUB_REPORT'], 'w').write('no cudnnOpen of libcudnn.so.9.')\n"
-            "sys.exit(70)",
-            "no cudnnOpen of libcudnn.so.9. With CUDA_STUB_CUDNN=0 torch takes kernels of its own.",
-        ),
     ],
 )
 def test_what_a_process_without_a_plan_leaves(run, body, error):
