@@ -30,11 +30,6 @@ _PR_SET_PDEATHSIG = 1
 
 PACKAGE = "lightning_batchmem.simulated_gpu"
 
-# With the library of the simulated GPU.
-_LIBRARY = ctypes.CDLL(None)
-_ASSUME = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-_END = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
-
 # Each of them imports those before it.
 VALUE_MODULES = ("known", "unknown", "assumptions", "one_rank", "values")
 
@@ -139,8 +134,12 @@ class Child:
             sys.modules[f"{PACKAGE}.one_rank"].meet_nobody(self._ranks)
         self._values = loaded.Values(self.refuse)
         self._values.enter()
-        self._told = (_ASSUME(self._values.add_assumption), _END(self._refuse_function))
-        _LIBRARY.cuda_stub_tell(*self._told)
+        text = ctypes.c_char_p
+        self._told = (
+            ctypes.CFUNCTYPE(None, text)(self._values.add_assumption),
+            ctypes.CFUNCTYPE(None, text, text)(self._refuse_function),
+        )
+        ctypes.CDLL(None).cuda_stub_tell(*self._told)
 
     def _change_trainer(self, module: Any) -> None:
         """Let ``fit`` search instead of training."""

@@ -191,9 +191,9 @@ def _all_boxes(args: Any, kwargs: Any) -> Assumed:
 def _exponential(args: Any, kwargs: Any) -> Assumed:
     """Torch reads norms, and takes more products for larger ones: the most are assumed."""
     matrix = args[0]
-    # Five powers, five sums of them, a scaled copy, and one for a product. Source: compute_T18 in
-    # aten/src/ATen/native/LinearAlgebra.cpp, torch 2.9.
-    torch.empty((12, *matrix.shape), dtype=matrix.dtype, device=matrix.device)
+    # A scaled copy, five powers and five sums of them. Source: compute_T18_scale_square in
+    # aten/src/ATen/native/LinearAlgebra.cpp of torch.
+    torch.empty((11, *matrix.shape), dtype=matrix.dtype, device=matrix.device)
     return _made(matrix.shape, matrix, matrix.dtype), ""
 
 
