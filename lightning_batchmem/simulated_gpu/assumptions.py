@@ -1,4 +1,4 @@
-"""Who calls an operator: a line of the project that is named, or the initialization of a weight.
+"""What is assumed and read, by lines of the project, and the initialization of a weight.
 
 This file is executed before Lightning is imported, so it imports torch and the standard library
 only, and a neighbour that was loaded before.
@@ -11,6 +11,8 @@ import os
 import sys
 import sysconfig
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,44 +53,104 @@ _PLACES = (
 )
 
 
-class Assumptions:
-    """What is assumed about unknown values, with the lines of the project that need them.
+_CHECKING = ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+"""Packages that read values to check their arguments, and pick elements to leave out none."""
 
-    Attributes:
-        sentences: one for each line.
-    """
+
+class Assumptions:
+    """What is assumed about unknown values, with the lines of the project that need them."""
 
     def __init__(self) -> None:
-        self.sentences: list[str] = []
-        self._named: set[tuple[str | bytes, str]] = set()
+        # What depends on values, and the line -> the largest amount, its text, and the advice.
+        self._largest: dict[tuple[str, str], tuple[int, str, str]] = {}
+        # Sentences of the library -> the line in which each was said first.
+        self._of_library: dict[bytes, str] = {}
 
-    def add(self, what: str, amount: str, tensor: Tensor) -> None:
+    @property
+    def sentences(self) -> list[str]:
+        """One for each line, with the largest amount."""
+        return [
+            f"{what} ({amount.format(number)}) depends on values that are not computed ({line})."
+            f" {advice}"
+            for (what, line), (number, amount, advice) in self._largest.items()
+        ] + [f"{text.decode()} ({line})." for text, line in self._of_library.items()]
+
+    def add(self, what: str, amount: str, number: int, advice: str, tensor: Tensor) -> None:
         """Name the line that is running now, once.
 
         Args:
             what: what depends on the values of ``tensor``.
-            amount: what is assumed of it.
+            amount: what is assumed of it, with ``{:,}`` for the number.
+            number: how many; of several sizes, a sentence has the largest.
+            advice: a sentence about what a user can do.
             tensor: the unknown values.
         """
         attributes = tensor.untyped_storage().__dict__
-        # A backward pass uses the mask of the forward pass again.
-        if "_is_named" in attributes:
+        # A backward pass uses the mask of the forward pass again. What a package checks holds.
+        if "_is_named" in attributes or _caller() in _CHECKING:
             return
         attributes["_is_named"] = True
-        line = project_line()
-        if (what, line) not in self._named:
-            self._named.add((what, line))
-            self.sentences.append(
-                f"{what} ({amount}) depends on values that are not computed ({line})"
-            )
+        key = what, project_line()
+        self._largest[key] = max((number, amount, advice), self._largest.get(key, (-1, "", "")))
 
     def add_of_library(self, sentence: bytes) -> None:
         """Add a sentence of the library of the simulated GPU, once, with the line that runs now."""
         # A backward pass has its own thread, and no line.
-        is_named = (sentence, "") in self._named
-        if threading.current_thread() is threading.main_thread() and not is_named:
-            self._named.add((sentence, ""))
-            self.sentences.append(f"{sentence.decode()} ({project_line()})")
+        if threading.current_thread() is threading.main_thread():
+            self._of_library.setdefault(sentence, project_line())
+
+
+def _caller() -> str:
+    """The installed package that calls torch now; empty for the project itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        package = path.partition("-packages" + os.sep)[2].partition(os.sep)[0]
+        is_project = not package and not path.startswith(_PLACES)
+        if is_project or package not in ("", "torch"):
+            return package
+        frame = frame.f_back
+    return ""
+
+
+MOST_READS = 1000
+MOST_SECONDS = 20
+
+
+class Reads:
+    """Ends the program where a line reads unknown values again and again in one step.
+
+    A loop that ends by a value, such as ``while loss.item() > 0.5``, would never end.
+
+    Args:
+        end: is called with a sentence.
+    """
+
+    def __init__(self, end: Callable[[str], object]) -> None:
+        self._end = end
+        # Before the first step, a program may read a whole data set.
+        self._is_step = False
+        self._of_lines: dict[str, tuple[int, float]] = {}
+
+    def begin_step(self) -> None:
+        """Begin to count."""
+        self._is_step = True
+        self._of_lines.clear()
+
+    def count(self) -> None:
+        """Count a read of the line that is running now."""
+        if not self._is_step:
+            return
+        line = project_line()
+        now = time.process_time()
+        reads, since = self._of_lines.get(line, (0, now))
+        self._of_lines[line] = reads + 1, since
+        if reads >= MOST_READS and now - since >= MOST_SECONDS:
+            self._end(
+                f"a line ({line}) has read {reads:,} values that are not computed in one step, in"
+                f" {now - since:.0f} s of CPU time. A loop that ends by such a value does not end"
+                " on a simulated GPU: give it a largest number of rounds"
+            )
 
 
 def project_line() -> str:
@@ -145,14 +207,13 @@ CUDNN_ATTENTION = (
 class CudnnAttention:
     """Counts the shapes of cuDNN's attention, and switches it off after :data:`MOST_SHAPES`.
 
-    Args:
-        sentences: a list to which is added that it was switched off.
+    Attributes:
+        sentences: that it was switched off, or nothing.
     """
 
-    def __init__(self, sentences: list[str]) -> None:
-        self._sentences = sentences
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
         self._compiled: set[str] = set()
-        self._is_off = False
 
     def count(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Count what the operator will compile, and leave it to run as any other one.
@@ -164,13 +225,11 @@ class CudnnAttention:
             sys.stderr.flush()
         shapes = tree_map(_shape, (args, kwargs))
         self._compiled.add(f"{func} {shapes}")
-        has_room = len(self._compiled) < MOST_SHAPES
-        if not has_room and not self._is_off:
-            self._is_off = True
+        if len(self._compiled) >= MOST_SHAPES and not self.sentences:
             torch.backends.cuda.enable_cudnn_sdp(False)
-            self._sentences.append(
+            self.sentences.append(
                 f"cuDNN's attention was compiled for {MOST_SHAPES} shapes, and all others ran on"
-                " PyTorch's own kernels"
+                " PyTorch's own kernels."
             )
         return NotImplemented
 

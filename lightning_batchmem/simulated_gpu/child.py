@@ -51,6 +51,7 @@ class Child:
         self._visible_devices = ",".join(map(str, range(devices)))
         # Functions that the library calls, which has their addresses only.
         self._told: tuple[Any, ...] = ()
+        self._is_fitting = False
 
     def run(self) -> None:
         """Run the program; ends the process where it calls ``Trainer.fit``."""
@@ -81,7 +82,8 @@ class Child:
                 raise
             traceback.print_exc()
             reason = str(error).partition(" GPU ")[0]
-            self.finish({"nothing_fits": f"Nothing fits: before Trainer.fit, {reason}"})
+            texts = [f"Nothing fits: before Trainer.fit, {reason}", *self._values.assumptions]
+            self.finish({"nothing_fits": " ".join(texts)})
         self.refuse(f"{target} ended without a call of Trainer.fit")
 
     def _run_program(self, target: str) -> None:
@@ -128,11 +130,10 @@ class Child:
         """Leave cuDNN what it plans without a device, and compute the values that are known."""
         show_the_gpu(self._visible_devices)
         limit_cudnn(torch)
-        for name in VALUE_MODULES:
-            loaded = _loaded_by_path(name)
+        loaded = {name: _loaded_by_path(name) for name in VALUE_MODULES}
         if self._ranks > 1:
-            sys.modules[f"{PACKAGE}.one_rank"].meet_nobody(self._ranks)
-        self._values = loaded.Values(self.refuse)
+            loaded["one_rank"].meet_nobody(self._ranks)
+        self._values = loaded["values"].Values(self.refuse)
         self._values.enter()
         text = ctypes.c_char_p
         self._told = (
@@ -140,6 +141,22 @@ class Child:
             ctypes.CFUNCTYPE(None, text, text)(self._refuse_function),
         )
         ctypes.CDLL(None).cuda_stub_tell(*self._told)
+
+        def refuse_training(optimizer: Any, *_: Any) -> None:
+            groups = optimizer.param_groups
+            if not self._is_fitting and any(
+                one.is_cuda for part in groups for one in part["params"]
+            ):
+                self.refuse(
+                    f"{self._request['target']} trains without Trainer.fit, or before it"
+                    f" ({loaded['assumptions'].project_line()}). Only Trainer.fit is planned, and"
+                    " the values of another training mean nothing. Leave it out, or search on the"
+                    " GPU itself with find_batch_size_of_loop"
+                )
+
+        # torch.optim has deleted this name.
+        optimizers = sys.modules["torch.optim.optimizer"]
+        optimizers.register_optimizer_step_post_hook(refuse_training)
 
     def _change_trainer(self, module: Any) -> None:
         """Let ``fit`` search instead of training."""
@@ -159,6 +176,7 @@ class Child:
 
         @functools.wraps(fit)
         def searching_fit(trainer: Any, *arguments: Any, **keywords: Any) -> NoReturn:
+            self._is_fitting = True
             given = inspect.signature(fit).bind(trainer, *arguments, **keywords).arguments
             # The search calls it, also where a class of the project has a ``fit`` of its own.
             vars(trainer)["fit"] = functools.partial(fit, trainer)

@@ -190,6 +190,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     trainer = given["self"]
     plan_path = Path(request["kept_plan"]) if has_engine(trainer) else None
     _check_trainer(trainer, keeps_engine=plan_path is not None)
+    _count_reads(trainer, values.reads)
     SavedStorages.largest_bytes = _LARGEST_SAVED_BYTES
     exchange_by(trainer, "gloo" if trainer.world_size == 1 else "nccl")
     notes = list(request.get("notes", ()))
@@ -214,7 +215,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             given.get("val_dataloaders"),
         )
     except NothingFitsError as error:
-        return {"nothing_fits": " ".join([*notes, str(error)])}
+        return {"nothing_fits": " ".join([*notes, str(error), *values.assumptions])}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -222,7 +223,8 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
             return {"start_again": {}}
         # The rest of the text is about this process.
         reason = str(error).partition(" GPU ")[0]
-        return {"nothing_fits": f"{NOTHING_FITS}: before the first step, {reason}"}
+        texts = [f"{NOTHING_FITS}: before the first step, {reason}", *values.assumptions]
+        return {"nothing_fits": " ".join(texts)}
     if plan.project_recipe and "LBFGS" in plan.project_recipe.optimizer_names:
         notes.append(
             "A step of LBFGS ends after its first iteration on a simulated GPU, and needs more"
@@ -231,7 +233,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     if plan_path is None:
         # DeepSpeed keeps what its own settings allow.
         notes += gathered.notes
-    notes += [f"{text[0].upper()}{text[1:]}." for text in values.assumptions]
+    notes += values.assumptions
     if is_memory_test:
         if compiled_frames():
             raise ValueError(
@@ -320,6 +322,18 @@ def _world(trainer: Trainer, gathered: GatheredWeights) -> dict[str, Any] | None
         "nccl_bytes": nccl_bytes(),
         "gathered_bytes": gathered.most_bytes or None,
     }
+
+
+def _count_reads(trainer: Trainer, reads: Any) -> None:
+    """Count what a step reads; it begins where its batch is moved to the device."""
+    strategy = trainer.strategy
+    move = strategy.batch_to_device
+
+    def moved(*arguments: Any, **keywords: Any) -> Any:
+        reads.begin_step()
+        return move(*arguments, **keywords)
+
+    vars(strategy)["batch_to_device"] = moved
 
 
 def _notes_about_cudnn(model: torch.nn.Module, *, is_simulated: bool) -> list[str]:

@@ -113,8 +113,9 @@ NUMBERS: Mapping[str, Rule] = {
 }
 """Operators whose results are whole numbers or masks, other than those of their first argument."""
 
-Assumed = tuple[Any, str]
-"""The result of an operator in the worst case; what is assumed, empty if it need not be named."""
+Assumed = tuple[Any, str, int]
+"""The result of an operator in the worst case; what is assumed, empty if it need not be named; how
+many that are."""
 
 
 def _made(shape: Sequence[int], like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
@@ -128,14 +129,14 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 def _all_elements(args: Any, kwargs: Any) -> Assumed:
     mask = args[0]
-    return _made((mask.dim(), mask.numel()), mask).t(), f"all {mask.numel():,} are assumed"
+    return _made((mask.dim(), mask.numel()), mask).t(), _ALL, mask.numel()
 
 
 def _one_each(args: Any, kwargs: Any) -> Assumed:
     repeats = args[0]
     if (size := kwargs.get("output_size")) is not None:
-        return _made((size,), repeats), ""
-    return _made(repeats.shape, repeats), "1 for each element is assumed"
+        return _made((size,), repeats), "", 0
+    return _made(repeats.shape, repeats), "1 for each of {:,} elements is assumed", repeats.numel()
 
 
 def _shortest_counts(args: Any, kwargs: Any) -> Assumed:
@@ -143,21 +144,21 @@ def _shortest_counts(args: Any, kwargs: Any) -> Assumed:
     length = max(1, minimum)
     weights = _argument(args, kwargs, 1, "weights", None)
     dtype = torch.long if weights is None else weights.dtype
-    return _made((length,), args[0], dtype), "" if minimum else f"{length} is assumed"
+    return _made((length,), args[0], dtype), "" if minimum else "{:,} is assumed", length
 
 
 def _unique_values(args: Any, kwargs: Any) -> Assumed:
     """Whole numbers are labels, of which metrics accept only some; floats differ."""
     tensor = args[0]
     count = min(1, tensor.numel()) if is_exact(tensor.dtype) else tensor.numel()
-    amount = f"{count:,} of {tensor.numel():,} is assumed"
-    return _unique((count,), tensor.shape, count, tensor), amount
+    amount = "1 of {:,} is assumed" if is_exact(tensor.dtype) else _ALL
+    return _unique((count,), tensor.shape, count, tensor), amount, tensor.numel()
 
 
 def _unique_rows(args: Any, kwargs: Any) -> Assumed:
     tensor, dimension = args[:2]
     count = tensor.shape[dimension]
-    return _unique(tensor.shape, (count,), count, tensor), f"all {count:,} are assumed"
+    return _unique(tensor.shape, (count,), count, tensor), _ALL, count
 
 
 def _unique(shape: Sequence[int], inverse: Sequence[int], count: int, of: Tensor) -> Any:
@@ -169,23 +170,24 @@ def _drawn(args: Any, kwargs: Any) -> Assumed:
     weights = args[0]
     # Torch draws a random number for each weight.
     torch.empty_like(weights)
-    return _made((*weights.shape[:-1], _argument(args, kwargs, 1, "num_samples", 1)), weights), ""
+    shape = *weights.shape[:-1], _argument(args, kwargs, 1, "num_samples", 1)
+    return _made(shape, weights), "", 0
 
 
 def _members(args: Any, kwargs: Any) -> Assumed:
     elements, others = args[:2]
     place = elements if isinstance(elements, Tensor) else others
     shape = elements.shape if isinstance(elements, Tensor) else ()
-    return _made(shape, place, torch.bool), ""
+    return _made(shape, place, torch.bool), "", 0
 
 
 def _counted(args: Any, kwargs: Any) -> Assumed:
-    return _made((_argument(args, kwargs, 1, "bins", 100),), args[0], args[0].dtype), ""
+    return _made((_argument(args, kwargs, 1, "bins", 100),), args[0], args[0].dtype), "", 0
 
 
 def _all_boxes(args: Any, kwargs: Any) -> Assumed:
     count = len(args[0])
-    return _made((count,), args[0]), f"all {count:,} are assumed"
+    return _made((count,), args[0]), _ALL, count
 
 
 def _exponential(args: Any, kwargs: Any) -> Assumed:
@@ -194,13 +196,7 @@ def _exponential(args: Any, kwargs: Any) -> Assumed:
     # A scaled copy, five powers and five sums of them. Source: compute_T18_scale_square in
     # aten/src/ATen/native/LinearAlgebra.cpp of torch.
     torch.empty((11, *matrix.shape), dtype=matrix.dtype, device=matrix.device)
-    return _made(matrix.shape, matrix, matrix.dtype), ""
-
-
-def _are_same(args: Any, kwargs: Any) -> Assumed:
-    left, right = args[:2]
-    is_same = left.shape == right.shape and left.data_ptr() == right.data_ptr()
-    return is_same, f"{is_same} is assumed"
+    return _made(matrix.shape, matrix, matrix.dtype), "", 0
 
 
 def assume_distinct(func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,27 +210,39 @@ def assume_distinct(func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-SHAPES: Mapping[str, tuple[str, Callable[[Any, Any], Assumed]]] = {
-    "nonzero": ("a number of elements", _all_elements),
-    "repeat_interleave": ("a number of repetitions", _one_each),
-    "bincount": ("the length of bincount", _shortest_counts),
+def _are_equal(args: Any, kwargs: Any) -> Assumed:
+    return args[0].shape == args[1].shape, "", 0
+
+
+_ALL = "all {:,} are assumed"
+_MASKED = (
+    "With fewer in your data a larger size fits: set a bound, as in x[mask.nonzero()[:bound, 0]]."
+)
+_TOO_SMALL = "With fewer in your data a larger size fits: search again on the GPU."
+_TOO_LARGE = "With more in your data this size may not fit: search again on the GPU."
+
+SHAPES: Mapping[str, tuple[str, str, Callable[[Any, Any], Assumed]]] = {
+    "nonzero": ("A number of elements", _MASKED, _all_elements),
+    "repeat_interleave": ("A number of repetitions", _TOO_LARGE, _one_each),
+    "bincount": ("The length of bincount", _TOO_LARGE, _shortest_counts),
     **dict.fromkeys(
         ("_unique2", "_unique", "unique_consecutive"),
-        ("the number of values of torch.unique", _unique_values),
+        ("The number of values of torch.unique", _TOO_LARGE, _unique_values),
     ),
-    "unique_dim": ("the number of slices of torch.unique", _unique_rows),
-    "nms": ("the number of boxes", _all_boxes),
-    "equal": ("the result of torch.equal", _are_same),
+    "unique_dim": ("The number of slices of torch.unique", _TOO_SMALL, _unique_rows),
+    "nms": ("The number of boxes", _TOO_SMALL, _all_boxes),
     # Kernels of these read values too: whether weights are valid, how many differ, their limits.
-    "multinomial": ("", _drawn),
-    "isin": ("", _members),
-    "histc": ("", _counted),
-    # As any check of all elements, this one holds.
-    "allclose": ("", lambda args, kwargs: (True, "")),
+    "multinomial": ("", "", _drawn),
+    "isin": ("", "", _members),
+    "histc": ("", "", _counted),
+    # As any check of all elements, these hold.
+    "allclose": ("", "", lambda args, kwargs: (True, "", 0)),
+    "equal": ("", "", _are_equal),
     # No matrix is singular.
-    "_linalg_check_errors": ("", lambda args, kwargs: (None, "")),
-    "linalg_matrix_exp": ("", _exponential),
+    "_linalg_check_errors": ("", "", lambda args, kwargs: (None, "", 0)),
+    "linalg_matrix_exp": ("", "", _exponential),
     # No two elements of a sparse tensor are at the same place.
-    "_coalesce": ("", lambda args, kwargs: (args[0].clone()._coalesced_(True), "")),
+    "_coalesce": ("", "", lambda args, kwargs: (args[0].clone()._coalesced_(True), "", 0)),
 }
-"""Operators whose kernels read values, as for the size of a result -> that size, the worst case."""
+"""Operators whose kernels read values, as for the size of a result -> what that is, what a user can
+do, and the result in the worst case."""

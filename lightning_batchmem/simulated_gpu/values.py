@@ -26,6 +26,7 @@ from lightning_batchmem.simulated_gpu.assumptions import (
     CUDNN_ATTENTION,
     Assumptions,
     CudnnAttention,
+    Reads,
     is_initialization,
 )
 from lightning_batchmem.simulated_gpu.known import (
@@ -75,6 +76,9 @@ _HOST_FILLS = frozenset(
 )
 
 
+_IF_READ = "If a shape follows from it, search again on the GPU."
+
+
 # TorchDispatchMode.__init_subclass__ has no type annotations.
 class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the values that a program reads from the device, from ``enter`` to ``exit``.
@@ -116,6 +120,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators: dict[Any, Operator] = {}
         self._assumptions = Assumptions()
         self.add_assumption = self._assumptions.add_of_library
+        self._attention = CudnnAttention()
+        self.reads = Reads(refuse)
         self._is_on = False
         self._special: dict[str, Callable[[Any, Any, Any], Any]] = {
             "_local_scalar_dense": self._scalar,
@@ -124,14 +130,14 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "masked_select": self._masked_select,
             "lift_fresh": _lifted,
             **dict.fromkeys(("mm", "addmm", "_sparse_addmm"), assume_distinct),
-            **dict.fromkeys(CUDNN_ATTENTION, CudnnAttention(self._assumptions.sentences).count),
+            **dict.fromkeys(CUDNN_ATTENTION, self._attention.count),
         }
         os.register_at_fork(after_in_child=self.exit)
 
     @property
     def assumptions(self) -> list[str]:
-        """Sentences about what is assumed, each with a line of the project."""
-        return self._assumptions.sentences
+        """Sentences about what is assumed, with lines of the project."""
+        return [*self._assumptions.sentences, *self._attention.sentences]
 
     def enter(self) -> None:
         """Watch operators from now on."""
@@ -195,10 +201,11 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             values = on_host(func, args, kwargs)
             if values is not NotImplemented:
                 return to_device(values, tensors[0].device)
-        what, assume = SHAPES[name]
-        result, amount = assume(args, kwargs)
-        if amount:
-            self._assumptions.add(what, amount, tensors[0])
+        what, advice, assume = SHAPES[name]
+        result, amount, number = assume(args, kwargs)
+        # All of no elements are none.
+        if amount and number > 0:
+            self._assumptions.add(what, amount, number, advice, tensors[0])
         return result
 
     def _masked_select(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -282,13 +289,16 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, tensor: Tensor) -> Number:
         """The unknown number that the host reads; a whole number is named."""
+        self.reads.count()
         number = number_of(tensor)
         if tensor.dtype == torch.bool:
             # Of a mask with both values the first is false.
             return number == 1
         # Bytes are data: images, or a storage that a search saves.
         if is_exact(tensor.dtype) and tensor.dtype != torch.uint8:
-            self._assumptions.add("a whole number", f"{number} is assumed", tensor)
+            self._assumptions.add(
+                "A whole number", "{:,} is assumed", int(number), _IF_READ, tensor
+            )
         return number
 
 

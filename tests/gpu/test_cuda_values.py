@@ -161,6 +161,8 @@ def test_checks_of_unknown_values_fit_together(values):
     assert not (x < 0).any()
     assert (x >= 5).all(), "checks of all elements hold"
     assert torch.allclose(x, x + 1)
+    assert torch.equal(x, x + 1)
+    assert not torch.equal(x, x[:1])
     assert values.assumptions == []
     assert (x > 0).sum().item() == (x < 0).sum().item() == 12
 
@@ -184,9 +186,9 @@ def test_an_unknown_index_may_be_any(values):
         (lambda x: torch.where(x < 0)[1], (12,), "all 12 are assumed"),
         (lambda x: torch.masked_select(x, x[:1] > 0), (12,), "all 12 are assumed"),
         (lambda x: x.argmax(-1).unique(), (1,), "1 of 4 is assumed"),
-        (lambda x: x.unique(), (12,), "12 of 12 is assumed"),
+        (lambda x: x.unique(), (12,), "all 12 are assumed"),
         (lambda x: torch.bincount(x.argmax(-1)), (1,), "the length of bincount"),
-        (lambda x: torch.repeat_interleave(x, x.argmax(-1), 0), (4, 3), "1 for each element"),
+        (lambda x: torch.repeat_interleave(x, x.argmax(-1), 0), (4, 3), "1 for each of 4 elements"),
         (lambda x: torch.unique(x, dim=0), (4, 3), "all 4 are assumed"),
     ],
 )
@@ -293,6 +295,47 @@ def test_weights_are_unknown_and_stay_so(values):
     copied = copy.deepcopy(layer)
     for weight in (layer.weight, made_there.weight, copied.weight.data):
         assert weight[weight > 0].shape == (9,)
+
+
+def test_a_weight_that_is_copied_comes_back_until_it_is_written(values):
+    weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    copied = weight.to("cuda")
+    assert copied.cpu().equal(weight)
+    assert not copied.T.cpu().equal(weight)
+    assert torch.equal(copied.T.cpu(), torch.ones(2, 2))
+    with torch.no_grad():
+        weight[0, 0] = 5
+    assert torch.equal(copied.cpu(), torch.ones(2, 2))
+    again = weight.detach().to("cuda")
+    # Not a weight: its values are known.
+    assert again.cpu().equal(weight)
+    written = weight.to("cuda").detach()
+    written.mul_(2)
+    assert torch.equal(written.cpu(), torch.ones(2, 2))
+
+
+def test_no_elements_are_not_assumed(values):
+    x = unknown(0, 3)
+    assert x[x > 0].shape == (0,)
+    assert values.assumptions == []
+
+
+def test_a_loop_that_ends_by_a_value_is_ended(monkeypatch):
+    monkeypatch.setattr("lightning_batchmem.simulated_gpu.assumptions.MOST_SECONDS", 0)
+    values = Values()
+    values.enter()
+    values.reads.begin_step()
+    loss = unknown(1).sum()
+
+    def train():
+        while loss.item() > 0.5:
+            loss.mul_(0.5)
+
+    try:
+        with pytest.raises(RuntimeError, match=r"while loss.item\(\) > 0.5:\) has read 1,0"):
+            train()
+    finally:
+        values.exit()
 
 
 def test_a_step_of_the_counter_of_an_optimizer_is_known(values):
@@ -411,7 +454,7 @@ def test_assumptions_name_each_line_once(values):
         for _ in range(2):
             x = x[x > 0]
     assert len(values.assumptions) == 1
-    assert "all 4 are assumed" in values.assumptions[0]
+    assert "all 8 are assumed" in values.assumptions[0]
 
 
 def test_a_whole_number_picked_at_unknown_positions_may_be_the_largest(values):
@@ -421,14 +464,14 @@ def test_a_whole_number_picked_at_unknown_positions_may_be_the_largest(values):
     assert int(picked.max()) + 1 == 7
     in_order, _ = picked.sort(stable=True)
     assert int(in_order.max()) + 1 == 7
-    assert all(text.startswith("a whole number (6 is assumed)") for text in values.assumptions)
+    assert all(text.startswith("A whole number (6 is assumed)") for text in values.assumptions)
 
 
 def test_a_whole_number_that_the_host_reads_is_named(values):
     counted = unknown(8, 3).argmax(1)
     assert int(counted.max()) == 0
     (sentence,) = values.assumptions
-    assert sentence.startswith("a whole number (0 is assumed) depends on values")
+    assert sentence.startswith("A whole number (0 is assumed) depends on values")
     assert "int(counted.max()) == 0" in sentence
 
 

@@ -101,6 +101,56 @@ def test_a_program_without_fit(run):
     assert result == {"error": "train.py ended without a call of Trainer.fit"}
 
 
+# The fake device says of a weight of the host that it is on a GPU.
+PRETRAIN = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+if {on_device}:
+    class OnDevice(torch.nn.Parameter):
+        is_cuda = True
+    weight = OnDevice(weight.data)
+optimizer = torch.optim.SGD([weight], 0.1)
+for _ in range(3):
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    print("stepped")
+"""
+
+
+def test_a_training_on_the_device_without_fit_ends_after_its_first_step(run):
+    process, result = run(PRETRAIN.format(on_device=True))
+    start = "train.py trains without Trainer.fit, or before it (train.py:11: optimizer.step())."
+    assert result["error"].startswith(start)
+    assert "stepped" not in process.stdout
+
+
+def test_a_small_training_on_the_host_may_come_before_fit(run):
+    process, result = run(PRETRAIN.format(on_device=False))
+    assert result == {"error": "train.py ended without a call of Trainer.fit"}
+    assert process.stdout.count("stepped") == 3
+
+
+def test_memory_that_ends_before_fit_has_the_assumptions(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr(child.Child, "finish", lambda _, result: found.append(result))
+    program = child.Child(
+        {"kind": "script", "target": str(tmp_path / "train.py"), "arguments": [], "environment": {}}
+    )
+    program._values = SimpleNamespace(assumptions=["A shape is assumed."])
+    monkeypatch.setattr(child.sys, "argv", [])
+    monkeypatch.setattr(child.sys, "path", list(sys.path))
+    monkeypatch.setattr(child.sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(child.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(child.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: None))
+    (tmp_path / "train.py").write_text("""
+class OutOfMemoryError(RuntimeError): pass
+raise OutOfMemoryError("CUDA out of memory. GPU 0 has")
+""")
+    program.run()
+    text = "Nothing fits: before Trainer.fit, CUDA out of memory. A shape is assumed."
+    assert found[0] == {"nothing_fits": text}
+
+
 def test_a_program_that_leaves(run):
     process, result = run("raise SystemExit(3)")
     assert (process.returncode, result) == (3, None)

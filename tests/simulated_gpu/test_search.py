@@ -12,7 +12,9 @@ from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem.plan.policy import RehearsalPolicy, SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Trial, TrialMemory
+from lightning_batchmem.search.search import NothingFitsError
 from lightning_batchmem.simulated_gpu import search as simulated
+from lightning_batchmem.simulated_gpu.assumptions import Reads
 from lightning_batchmem.state.saved_storages import SavedStorages
 from tests.helpers.lawful import SAVED_PLAN, quiet_trainer
 from tests.helpers.plans import plan_with, search_notes
@@ -32,7 +34,8 @@ class NoValues:
     """Values of a program that has read none."""
 
     def __init__(self):
-        self.assumptions = ["a shape (2 is assumed) depends on values"]
+        self.assumptions = ["A shape (2 is assumed) depends on values."]
+        self.reads = Reads(print)
 
 
 @pytest.fixture
@@ -183,14 +186,27 @@ def test_the_finder_of_lightning_does_not_search_too(finders):
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
             "Nothing fits: before the first step, CUDA out of memory. Tried to allocate 2.00 GiB.",
         ),
+        (NothingFitsError("Nothing fits: 1 sample."), "Nothing fits: 1 sample."),
     ],
 )
-def test_memory_that_ends_before_the_first_step(finders, monkeypatch, error, expected):
+def test_why_nothing_fits_has_the_assumptions(finders, monkeypatch, error, expected):
     def fail(*_):
         raise error
 
     monkeypatch.setattr(simulated.SimulatedSearch, "search", fail)
-    assert run(quiet_trainer()) == {"nothing_fits": expected}
+    (assumed,) = NoValues().assumptions
+    assert run(quiet_trainer()) == {"nothing_fits": f"{expected} {assumed}"}
+
+
+def test_a_step_begins_where_its_batch_is_moved(finders):
+    trainer, values = quiet_trainer(), NoValues()
+    counted = []
+    values.reads.begin_step = lambda: counted.append(1)
+    run(trainer, values)
+    batch = torch.ones(2)
+    for _ in range(2):
+        assert trainer.strategy.batch_to_device(batch) is batch
+    assert counted == [1, 1]
 
 
 def test_an_error_of_the_program_is_its_own(finders, monkeypatch):
