@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
-EXACT_BYTES = 1024 * MIB
+EXACT_BYTES = 128 * MIB
 """Whole numbers and masks of at most this size are computed: they decide about shapes."""
 FLOAT_BYTES = 64 * MIB
 """The same for other numbers, whose work is larger: random masks, boxes and positions."""
@@ -93,7 +93,8 @@ def number_of(value: Any) -> Number:
     if not is_known(value):
         if _is_strided(value) and is_exact(value.dtype):
             number = value.untyped_storage().__dict__.get("_number")
-    elif value.numel() > 0 and is_small(value) and not value.is_complex():
+    # Looking at more than this for each operator takes longer than all the rest.
+    elif 0 < value.nbytes <= UNREAD_BYTES and not value.is_complex():
         values = host_view(value) if value.is_cuda else value
         if value.dtype == torch.bool:
             number = (int(values.any()) + int(values.all())) / 2
