@@ -17,7 +17,6 @@ SCRIPT = "cuda_unmodelled"
     ("call", "function", "library", "caller"),
     [
         ("sparse", r"cusparse\w+", "libcusparse.so", "libtorch_cuda.so"),
-        ("nccl", r"nccl\w+", "libnccl.so", "libtorch_cuda.so"),
         ("peer", "cudaIpcGetMemHandle", "libcudart.so", "libc10_cuda.so"),
         ("driver", "cuCtxCreate", "libcuda.so", "libffi"),
     ],

@@ -297,23 +297,6 @@ def test_weights_are_unknown_and_stay_so(values):
         assert weight[weight > 0].shape == (9,)
 
 
-def test_a_weight_that_is_copied_comes_back_until_it_is_written(values):
-    weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    copied = weight.to("cuda")
-    assert copied.cpu().equal(weight)
-    assert not copied.T.cpu().equal(weight)
-    assert torch.equal(copied.T.cpu(), torch.ones(2, 2))
-    with torch.no_grad():
-        weight[0, 0] = 5
-    assert torch.equal(copied.cpu(), torch.ones(2, 2))
-    again = weight.detach().to("cuda")
-    # Not a weight: its values are known.
-    assert again.cpu().equal(weight)
-    written = weight.to("cuda").detach()
-    written.mul_(2)
-    assert torch.equal(written.cpu(), torch.ones(2, 2))
-
-
 def test_no_elements_are_not_assumed(values):
     x = unknown(0, 3)
     assert x[x > 0].shape == (0,)

@@ -32,12 +32,6 @@ def sparse_product() -> torch.Tensor:
     return eye @ eye
 
 
-def nccl_group() -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
-    torch.distributed.all_reduce(matrix())
-
-
 def peer_memory() -> Any:
     return torch.empty(8, device="cuda").untyped_storage()._share_cuda_()
 
@@ -50,7 +44,6 @@ def looked_up() -> int:
 
 CALLS: dict[str, Callable[[], object]] = {
     "sparse": sparse_product,
-    "nccl": nccl_group,
     "peer": peer_memory,
     "driver": looked_up,
 }
