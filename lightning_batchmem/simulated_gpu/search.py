@@ -296,10 +296,9 @@ class GatheredWeights:
 
 def _notes_about_ranks(trainer: Trainer) -> list[str]:
     """What is assumed of the other ranks; nothing where there is one."""
-    ranks = trainer.world_size
-    if ranks == 1:
+    if trainer.world_size == 1:
         return []
-    notes = [f"This is rank 0 of {ranks}. The others are taken to be equal to it."]
+    notes = ["Rank 0 ran, and the others are taken to be equal to it."]
     if has_engine(trainer):
         notes.append("Under DeepSpeed another rank may need 4 % more.")
     if exchanges_buckets(trainer):

@@ -84,7 +84,8 @@ class Table:
         else:
             # The limit and the range have no room here.
             self._end_of_fit = " of "
-            own_cell = "yes, 10.5"
+            # Where the first row has no size, later ones name it.
+            own_cell = "yes, 10.5" if size is not None else "16: yes, 10.5"
             left_out = {_RANGE}
         cells = self._cells(first)
         self._widths = {

@@ -246,6 +246,13 @@ def test_a_table_of_several_numbers_of_devices_in_80_columns():
     assert "+8 %" not in text
 
 
+def test_later_rows_are_as_wide_where_the_first_one_has_no_size():
+    first = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits.", asked=World(1))
+    text = table_of(first, in_a_world(8, gpu="8GiB"))
+    assert "| 16: yes, 6.1 |" in text
+    assert len({len(line) for line in text.splitlines()[:4]}) == 1
+
+
 @pytest.mark.parametrize("gpu", ["RTX-4060-Ti-16GB", "RTX-6000-Ada-ECC-off"])
 def test_a_long_name_takes_the_room_of_what_the_largest_size_needs(gpu):
     outcome = in_a_world(8, gpu=gpu, limited_by="min_steps_per_epoch", project=4096)
