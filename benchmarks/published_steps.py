@@ -139,7 +139,7 @@ def vit(
     from torchvision.models import vit_l_16
 
     if adam_of_june_2023:
-        torch._foreach_add_ = _foreach_add_with_a_copy  # type: ignore[assignment]
+        torch._foreach_add_ = foreach_add_with_a_copy  # type: ignore[assignment]
     network = vit_l_16()
     network.heads.head = nn.Linear(1024, 10)
     fabric = Fabric(accelerator="cuda", devices=1, precision=precision or "32-true")
@@ -174,7 +174,7 @@ def _images(samples: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(samples, 3, 224, 224), torch.zeros(samples, dtype=torch.long)
 
 
-def _foreach_add_with_a_copy(tensors: list[Tensor], other: Any, **options: Any) -> None:
+def foreach_add_with_a_copy(tensors: list[Tensor], other: Any, **options: Any) -> None:
     """Add a number as Adam did before pytorch/pytorch#104780: it made a list of new tensors."""
     if isinstance(other, float):
         torch._foreach_add(tensors, other)

@@ -240,7 +240,7 @@ _KEPT = {
 }
 
 
-def _selective_contexts() -> Any:
+def selective_contexts() -> Any:
     products: dict[bool, int] = defaultdict(int)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -332,9 +332,7 @@ class Llama(nn.Module):
             elif self.checkpointing == "full":
                 x = checkpoint(layer, x, angles, use_reentrant=False)
             else:
-                x = checkpoint(
-                    layer, x, angles, use_reentrant=False, context_fn=_selective_contexts
-                )
+                x = checkpoint(layer, x, angles, use_reentrant=False, context_fn=selective_contexts)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
