@@ -34,14 +34,15 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from benchmarks.common import ROOT, command_line, machine, markdown, one_line, write_page
-from benchmarks.published_memory import OUT_OF_MEMORY, RESULTS, UNIT_BYTES, variables_of
+from benchmarks.published_memory import MIB, OUT_OF_MEMORY, RESULTS, UNIT_BYTES, variables_of
+from lightning_batchmem.simulated_gpu.gpus import gpu_named, nccl_bytes
 
 ROWS = ROOT / "benchmarks" / "published" / "devices.json"
 
@@ -69,6 +70,7 @@ class Row:
         goal_percent: the error that counts as reached; 0 where the number or the word has to be
             the same.
         settings: arguments of the function.
+        device: settings of the stub that are not those of ``simulate``.
         assumes: what the source does not say.
         remark: why the row is far off.
         experiment: what is as it was in the measured version.
@@ -83,6 +85,7 @@ class Row:
     unit: str
     goal_percent: float
     settings: Mapping[str, Any]
+    device: Mapping[str, str] = field(default_factory=dict)
     assumes: str = ""
     remark: str = ""
     experiment: str = ""
@@ -152,38 +155,27 @@ def compared(row: Row, found: Mapping[str, Any]) -> Compared:
     return Compared(row, value, *cost)
 
 
-def rank_variables(ranks: int) -> dict[str, str]:
-    """The variables of torchrun for the first rank; none for one rank."""
-    if ranks == 1:
-        return {}
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(min(ranks, DEVICES_OF_A_NODE)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29400",
-        "TORCHELASTIC_RUN_ID": "published",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-    }
-
-
 def stub_variables(row: Row) -> dict[str, str]:
-    """The settings of the stub, and of torch's allocator as torchtitan sets it since 2024-07."""
-    variables = variables_of(row.gpu, row.kind, cudnn=False)
-    variables |= {"CUDA_STUB_DEVICES": str(min(row.ranks, DEVICES_OF_A_NODE))}
-    variables |= rank_variables(row.ranks) or {"WORLD_SIZE": "1"}
+    """The settings of the stub for a row, and of torch's allocator as torchtitan has it."""
+    devices = min(row.ranks, DEVICES_OF_A_NODE)
+    each_bytes, first_bytes, _ = nccl_bytes(gpu_named(row.gpu), devices, row.ranks // devices)
+    variables = {
+        **variables_of(row.gpu, row.kind, cudnn=False),
+        "CUDA_STUB_DEVICES": str(devices),
+        "CUDA_STUB_NCCL_MIB": str(each_bytes / MIB),
+        "CUDA_STUB_NCCL_FIRST_MIB": str(first_bytes / MIB),
+    }
     if row.kind == "titan":
         variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if row.kind == "gpt2":
-        # Its out-of-memory message: 23.65 GiB, of which 22.76 are reserved and 20.31 MiB free.
-        variables["CUDA_STUB_CONTEXT_MIB"] = "890"
-    return variables
+        # Its out-of-memory message, which is the same on one GPU and on two: of 23.65 GiB, 22.76
+        # are reserved and 20.31 MiB free.
+        variables |= {"CUDA_STUB_CONTEXT_MIB": "890", "CUDA_STUB_NCCL_MIB": "0"}
+    return {**variables, **row.device}
 
 
 def found_on_stub(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Run rows of one GPU, kind and number of ranks in a process on the stub.
+    """Run rows of one device, kind and number of ranks in a process on the stub.
 
     Returns:
         Of each row what :func:`compared` takes.
@@ -261,13 +253,15 @@ def _in_fork(kind: str, ranks: int, settings: Mapping[str, Any]) -> dict[str, An
 def _trained(kind: str, ranks: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Train in this process as the first of the ranks, and read the counters."""
     from benchmarks.published_devices_steps import KINDS
-    from lightning_batchmem.simulated_gpu import ranks as simulated_ranks
+    from lightning_batchmem.simulated_gpu.child import set_rank_variables
+    from lightning_batchmem.simulated_gpu.one_rank import meet_nobody
     from lightning_batchmem.simulated_gpu.values import Values
 
     # What Lightning and transformers print is not part of the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     if ranks > 1:
-        simulated_ranks.enter(ranks)
+        set_rank_variables(min(ranks, DEVICES_OF_A_NODE), ranks)
+        meet_nobody(ranks)
     Values().enter()
     found: dict[str, Any] = {}
     try:
@@ -403,7 +397,7 @@ def main() -> None:
     known: list[Compared] = []
 
     def together(row: Row) -> tuple[Any, ...]:
-        return row.gpu, row.kind, row.ranks
+        return row.gpu, row.kind, row.ranks, row.device
 
     for _, group in groupby(rows, key=together):
         ran = list(group)

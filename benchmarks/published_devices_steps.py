@@ -44,10 +44,12 @@ GUIDE_TOKENS = 35
 
 
 def _guide_network() -> nn.Module:
+    """The network on the host, whose values are not made."""
     from lightning.pytorch.demos import Transformer
 
-    with torch.device("cuda"):
-        return Transformer(vocab_size=GUIDE_WORDS, nlayers=32, nhid=4096, ninp=1024, nhead=64)
+    with torch.device("meta"):
+        network = Transformer(vocab_size=GUIDE_WORDS, nlayers=32, nhid=4096, ninp=1024, nhead=64)
+    return network.to_empty(device="cpu")
 
 
 def _guide_options(strategy: str, *, offload: bool) -> dict[str, Any]:
@@ -389,7 +391,7 @@ def litgpt_trainer(*, model: str, strategy: str, samples: int) -> None:
 
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     chosen: Any = DDPStrategy()
     if ranks == 1:
         chosen = "auto"
