@@ -308,6 +308,10 @@ def _error(known: Compared) -> str:
     return "the same" if known.is_reached else "not the same"
 
 
+def _with_unit(known: Compared) -> str:
+    return _error(known) + (" %" if known.error is not None else "")
+
+
 def _number(value: float | str) -> str:
     if isinstance(value, str):
         return value
@@ -354,8 +358,9 @@ def explanations(known: Sequence[Compared], tried: Mapping[str, Compared]) -> li
         reasons = [each.row.remark] if each.row.remark else []
         if each.row.name in tried:
             as_it_was = tried[each.row.name]
-            reasons.append(f"{as_it_was.row.experiment}: {_error(as_it_was)} %")
-        notes.append(f"{each.row.name}, {_error(each)}: {'; '.join(reasons) or 'not explained'}")
+            reasons.append(f"{as_it_was.row.experiment}: {_with_unit(as_it_was)}")
+        reason = "; ".join(reasons) or "not explained"
+        notes.append(f"{each.row.name}, {_with_unit(each)}: {reason}")
     return notes
 
 
