@@ -204,7 +204,7 @@ def assume_distinct(func: Any, args: Any, kwargs: Any) -> Any:
 
     The operator runs as any other one.
     """
-    for matrix in args[:3]:
+    for matrix in tensors_in(args):
         if matrix.layout is torch.sparse_coo:
             matrix._coalesced_(True)
     return NotImplemented
