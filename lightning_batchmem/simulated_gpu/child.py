@@ -140,7 +140,10 @@ class Child:
             ctypes.CFUNCTYPE(None, text)(self._values.add_assumption),
             ctypes.CFUNCTYPE(None, text, text)(self._refuse_function),
         )
-        ctypes.CDLL(None).cuda_stub_tell(*self._told)
+        library = ctypes.CDLL(None)
+        # Tests run without the library.
+        if hasattr(library, "cuda_stub_tell"):
+            library.cuda_stub_tell(*self._told)
 
         def refuse_training(optimizer: Any, *_: Any) -> None:
             groups = optimizer.param_groups

@@ -128,7 +128,7 @@ def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, 
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
     count = len(devices) if isinstance(devices, list) else devices
-    started = (request["devices"] or 1, request["nodes"] or 1)
+    started = (request.get("devices") or 1, request.get("nodes") or 1)
     # Lightning itself refuses no device at all.
     is_open = count in ("auto", -1, "-1", 0, "0")
     nodes = given.get("num_nodes", 1)
@@ -145,7 +145,7 @@ def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, 
 
 def _other_start(devices: int, nodes: int, request: Mapping[str, Any]) -> dict[str, int]:
     text = f"the Trainer has devices={devices} and num_nodes={nodes}"
-    if request["devices"] is not None or request["nodes"] is not None:
+    if request.get("devices") is not None or request.get("nodes") is not None:
         raise ValueError(
             f"{text}, which --devices and --nodes do not replace: leave them out, or let the"
             " program take its numbers from its arguments"

@@ -1,7 +1,8 @@
-"""What is assumed and read by lines, and cuDNN's attention, here with another operator."""
+"""What is assumed and read, by lines and by the library, and cuDNN's attention."""
 
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -135,3 +136,16 @@ def test_another_type_or_layout_is_another_shape(capsys):
         attention.count(aten.sum.dim_IntList, (tensor, [1]), {})
     attention.count(aten.sum.dim_IntList, (tensors[0], [0]), {})
     assert len(attention._compiled) == 4
+
+
+def test_a_sentence_of_the_library_has_a_line_of_the_main_thread_once():
+    assumptions = Assumptions()
+    # As in a backward pass.
+    thread = Thread(target=assumptions.add_of_library, args=(b"it is assumed",))
+    thread.start()
+    thread.join()
+    assert assumptions.sentences == []
+    for _ in range(2):
+        assumptions.add_of_library(b"it is assumed")
+    (sentence,) = assumptions.sentences
+    assert sentence.startswith("it is assumed (test_assumptions.py:")

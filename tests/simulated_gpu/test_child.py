@@ -210,3 +210,20 @@ def test_another_gpu_of_the_machine_is_the_simulated_one(monkeypatch, value, see
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     child.show_the_gpu("0")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [
+        (b"libcusparse.so.12", "Leave this line out, or let it compute on the CPU, to plan"),
+        (b"libcudnn.so.9", "With CUDA_STUB_CUDNN=0 torch takes kernels of its own."),
+    ],
+)
+def test_a_function_that_is_not_modelled_is_refused_with_a_way_on(library, way, monkeypatch):
+    sentences = []
+    one = child.Child({})
+    monkeypatch.setattr(one, "refuse", sentences.append)
+    one._refuse_function(b"open", library)
+    (sentence,) = sentences
+    assert f"does not have open of {library.decode()}, which a library (test_child.py:" in sentence
+    assert way in sentence
