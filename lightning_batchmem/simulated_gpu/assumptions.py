@@ -64,7 +64,7 @@ class Assumptions:
         # What depends on values, and the line -> the largest amount, its text, and the advice.
         self._largest: dict[tuple[str, str], tuple[int, str, str]] = {}
         # Sentences of the library -> the line in which each was said first.
-        self._of_library: dict[bytes, str] = {}
+        self._of_library: dict[str, str] = {}
 
     @property
     def sentences(self) -> list[str]:
@@ -73,7 +73,7 @@ class Assumptions:
             f"{what} ({amount.format(number)}) depends on values that are not computed ({line})."
             f" {advice}"
             for (what, line), (number, amount, advice) in self._largest.items()
-        ] + [f"{text.decode()} ({line})." for text, line in self._of_library.items()]
+        ] + [f"{text} ({line})." for text, line in self._of_library.items()]
 
     def add(self, what: str, amount: str, number: int, advice: str, tensor: Tensor) -> None:
         """Name the line that is running now, once.
@@ -97,7 +97,8 @@ class Assumptions:
         """Add a sentence of the library of the simulated GPU, once, with the line that runs now."""
         # A backward pass has its own thread, and no line.
         if threading.current_thread() is threading.main_thread():
-            self._of_library.setdefault(sentence, project_line())
+            text = sentence.decode()
+            self._of_library.setdefault(f"{text[0].upper()}{text[1:]}", project_line())
 
 
 def _caller() -> str:

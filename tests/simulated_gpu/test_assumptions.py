@@ -148,4 +148,4 @@ def test_a_sentence_of_the_library_has_a_line_of_the_main_thread_once():
     for _ in range(2):
         assumptions.add_of_library(b"it is assumed")
     (sentence,) = assumptions.sentences
-    assert sentence.startswith("it is assumed (test_assumptions.py:")
+    assert sentence.startswith("It is assumed (test_assumptions.py:")
