@@ -23,7 +23,7 @@ from torch import Tensor
 
 MIB = 2**20
 MOST_ELEMENTS = 2**24
-"""Values of at most so many elements are computed: positions, lengths, masks, boxes, random numbers.
+"""Values of at most this many elements are computed: positions, lengths, masks and boxes.
 
 More takes longer than all the rest: 16 masks of 512 x 512 with metrics took 50 of 70 CPU seconds of
 a search.
