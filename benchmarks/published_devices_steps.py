@@ -62,7 +62,7 @@ def _guide_options(strategy: str, *, offload: bool) -> dict[str, Any]:
 
 def _guide_to_fabric(strategy: str, *, offload: bool) -> None:
     from lightning.fabric import Fabric
-    from lightning.fabric.strategies import FSDPStrategy
+    from lightning.fabric.strategies.fsdp import FSDPStrategy
 
     chosen: Any = "ddp"
     if strategy != "DDP":
@@ -116,6 +116,7 @@ def _guide_to_trainer(strategy: str, *, offload: bool) -> None:
     if strategy != "DDP":
         chosen = FSDPStrategy(**_guide_options(strategy, offload=offload))
     ids = torch.zeros(GUIDE_TOKENS, dtype=torch.long)
+    samples: Any = [(ids, ids)] * 100
     trainer = Trainer(
         accelerator="cuda",
         devices=2,
@@ -126,7 +127,7 @@ def _guide_to_trainer(strategy: str, *, offload: bool) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(LanguageModel(), DataLoader([(ids, ids)] * 100))
+    trainer.fit(LanguageModel(), DataLoader(samples))
 
 
 def titan(
@@ -204,6 +205,11 @@ def _start() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", device))
 
 
+def _make_on_device(module: nn.Module) -> None:
+    """Give the parameters of a module memory, for FSDP1."""
+    module.to_empty(device="cuda", recurse=False)
+
+
 class _WrittenNorm(nn.Module):
     """RMSNorm of several kernels, as torchtitan and torch had it."""
 
@@ -252,7 +258,7 @@ def _wrap_layers(network: Llama, checkpointing: str) -> nn.Module:
         mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
         use_orig_params=True,
         device_id=torch.cuda.current_device(),
-        param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
+        param_init_fn=_make_on_device,
     )
     chosen: dict[str, Any] = {}
     if checkpointing == "selective":
@@ -288,7 +294,7 @@ def lora(*, strategy: str, samples: int, tokens: int) -> None:
         limit_all_gathers=True,
         device_id=torch.cuda.current_device(),
         sync_module_states=True,
-        param_init_fn=lambda module: module.to_empty(device="cuda", recurse=False),
+        param_init_fn=_make_on_device,
     )
     apply_activation_checkpointing(
         wrapped,
@@ -396,8 +402,8 @@ def litgpt_trainer(*, model: str, strategy: str, samples: int) -> None:
     if ranks == 1:
         chosen = "auto"
     elif strategy != "DDP":
-        chosen = FSDPStrategy(sharding_strategy=strategy)
-    ids = torch.zeros(512, dtype=torch.long)
+        chosen = FSDPStrategy(sharding_strategy=ShardingStrategy[strategy])
+    texts: Any = [torch.zeros(512, dtype=torch.long)] * 1000
     trainer = Trainer(
         accelerator="gpu",
         devices=ranks,
@@ -409,7 +415,7 @@ def litgpt_trainer(*, model: str, strategy: str, samples: int) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Training(), DataLoader([ids] * 1000, batch_size=samples))
+    trainer.fit(Training(), DataLoader(texts, batch_size=samples))
 
 
 KINDS: dict[str, Callable[..., Result]] = {

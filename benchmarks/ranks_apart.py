@@ -78,7 +78,9 @@ Make = Callable[[dict[str, Any]], Strategy]
 
 
 def _deepspeed(stage: int) -> Make:
-    buckets = dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size"), 5_000_000)
+    buckets: dict[str, Any] = dict.fromkeys(
+        ("allgather_bucket_size", "reduce_bucket_size"), 5_000_000
+    )
     return lambda backend: DeepSpeedStrategy(stage=stage, **buckets, **backend)
 
 
@@ -109,6 +111,7 @@ class Language(LightningModule):
         from torch.distributed.fsdp import fully_shard
 
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            assert self.device_mesh is not None
             mesh = self.device_mesh["data_parallel"]
             for layer in self.model.layers:
                 fully_shard(layer, mesh=mesh)
@@ -142,7 +145,7 @@ def trained(way: str, backend: str) -> dict[str, Any]:
     """Train on this rank, and return the live peak of each step and the reserved bytes."""
     peaks = LivePeaks()
     options = {"process_group_backend": backend}
-    is_written = dict.fromkeys(
+    is_written: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     trainer = Trainer(
@@ -153,7 +156,7 @@ def trained(way: str, backend: str) -> dict[str, Any]:
         max_steps=STEPS,
         **is_written,
     )
-    samples = [torch.zeros(GPT.tokens, dtype=torch.long)] * (SAMPLES * RANKS * STEPS)
+    samples: Any = [torch.zeros(GPT.tokens, dtype=torch.long)] * (SAMPLES * RANKS * STEPS)
     trainer.fit(Language(), DataLoader(samples, batch_size=SAMPLES))
     return {"steps": peaks.steps, "reserved": torch.cuda.max_memory_reserved()}
 

@@ -30,7 +30,8 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.base(x)
-        return result + self.up(self.down(self.dropout(x))) * SCALE
+        added: Tensor = self.up(self.down(self.dropout(x))) * SCALE
+        return result + added
 
 
 class Norm(nn.Module):
