@@ -145,13 +145,18 @@ def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, 
 
 def _other_start(devices: int, nodes: int, request: Mapping[str, Any]) -> dict[str, int]:
     text = f"the Trainer has devices={devices} and num_nodes={nodes}"
-    if request.get("devices") is not None or request.get("nodes") is not None:
-        raise ValueError(
-            f"{text}, which --devices and --nodes do not replace: leave them out, or let the"
-            " program take its numbers from its arguments"
-        )
+    for name, number in (("devices", devices), ("nodes", nodes)):
+        given = request.get(name)
+        if given not in (None, number):
+            raise ValueError(
+                f"{text}, and --{name} or another Trainer of the program has {given}: leave"
+                f" out --{name}, or let every Trainer take this number from the program's arguments"
+            )
     if devices > MOST_DEVICES:
-        raise ValueError(f"{text}, and a node has at most {MOST_DEVICES} simulated GPUs")
+        raise ValueError(
+            f"{text}, and a node has at most {MOST_DEVICES} simulated GPUs: train on more nodes,"
+            f" such as devices={MOST_DEVICES} and num_nodes={-(-devices // MOST_DEVICES)}"
+        )
     return {"devices": devices, "nodes": nodes}
 
 
@@ -388,7 +393,8 @@ def _check_trainer(trainer: Trainer, *, keeps_engine: bool) -> None:
         )
     if trains_in_other_processes(trainer):
         raise ValueError(
-            "the Trainer has a strategy that starts other processes; use one of a single device"
+            "the Trainer has a strategy that starts other processes; use one of a single device, or"
+            ' strategy="ddp"'
         )
     if not keeps_engine:
         check_strategy(trainer)

@@ -251,14 +251,26 @@ def test_a_trainer_that_leaves_its_devices_open_gets_those_of_the_command(given)
     assert given["num_nodes"] == 2
 
 
-@pytest.mark.parametrize("given", [{"devices": 1}, {"devices": 8}, {"num_nodes": 3}])
-def test_the_command_does_not_replace_the_devices_of_a_trainer(given):
-    with pytest.raises(ValueError, match="which --devices and --nodes do not replace"):
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [({"devices": 1}, "devices"), ({"devices": 8}, "devices"), ({"num_nodes": 3}, "nodes")],
+)
+def test_the_command_does_not_replace_the_devices_of_a_trainer(given, option):
+    with pytest.raises(ValueError, match=rf"and --{option} or another Trainer .* leave out"):
         simulated.use_devices(given, {**REQUEST, "devices": 4, "nodes": 2})
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [({"devices": "auto", "num_nodes": 4}, {"devices": 2}), ({"devices": 2}, {"nodes": 4})],
+)
+def test_the_command_gives_one_number_and_the_trainer_the_other(given, asked):
+    started_with = simulated.use_devices(dict(given), {**REQUEST, **asked})
+    assert started_with == {"devices": 2, "nodes": 4}
+
+
 def test_a_node_has_at_most_eight_devices():
-    with pytest.raises(ValueError, match="a node has at most 8 simulated GPUs"):
+    with pytest.raises(ValueError, match=r"at most 8 .*, such as devices=8 and num_nodes=2"):
         simulated.use_devices({"devices": 16}, REQUEST)
 
 
