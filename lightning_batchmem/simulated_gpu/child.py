@@ -132,7 +132,7 @@ class Child:
         limit_cudnn(torch)
         loaded = {name: _loaded_by_path(name) for name in VALUE_MODULES}
         if self._ranks > 1:
-            loaded["one_rank"].meet_nobody(self._ranks)
+            loaded["one_rank"].meet_nobody(self._ranks, self.refuse)
         self._values = loaded["values"].Values(self.refuse)
         self._values.enter()
         text = ctypes.c_char_p

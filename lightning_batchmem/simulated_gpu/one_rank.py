@@ -11,6 +11,7 @@ only, and neighbours that were loaded before.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -37,9 +38,7 @@ _TO_ONE_RANK = frozenset({"send", "recv_", "recv_any_source_", "isend", "irecv",
 _ALL_TO_ALL = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
 # Torch copies what they receive out of one tensor, or what they send into one.
 _LISTED = frozenset({"allgather_", "gather_"})
-_NOT_WRITTEN = frozenset(
-    {"allgather_coalesced_", "all_reduce_coalesced", "reduce_scatter_", "scatter_"}
-)
+_NOT_WRITTEN = frozenset({"allgather_coalesced_", "all_reduce_coalesced", "reduce_scatter_"})
 _COPYING = frozenset({"all_reduce", "broadcast"})
 
 Refuse = Callable[[str], object]
@@ -50,10 +49,14 @@ def raise_refusal(sentence: str) -> NoReturn:
     raise RuntimeError(sentence)
 
 
-def meet_nobody(ranks: int) -> None:
+def meet_nobody(ranks: int, refuse: Refuse = raise_refusal) -> None:
     """Let process groups of this many ranks be made without the others.
 
     The private names used here are those of torch 2.13 and 2.14.
+
+    Args:
+        ranks: how many there are.
+        refuse: ends the process with a sentence.
     """
     # The fake process group is registered by its import.
     from torch.testing._internal.distributed import fake_pg
@@ -77,6 +80,46 @@ def meet_nobody(ranks: int) -> None:
     c10d.Backend._plugins["GLOO"] = c10d.Backend._plugins["FAKE"]
     c10d.ProcessGroupGloo = fake_gloo
     distributed.all_reduce = c10d.all_reduce = _with_sums(distributed.all_reduce)
+    replaced = {
+        "monitored_barrier": _meets_all(c10d.monitored_barrier),
+        "broadcast_object_list": _from_this_rank(c10d.broadcast_object_list, refuse),
+        "scatter_object_list": _from_this_rank(c10d.scatter_object_list, refuse),
+    }
+    vars(distributed).update(replaced)
+    vars(c10d).update(replaced)
+
+
+def _meets_all(monitored_barrier: Callable[..., None]) -> Callable[..., None]:
+    """The fake process group does not have this barrier, in which gloo waits for each rank."""
+
+    @functools.wraps(monitored_barrier)
+    def meeting(group: Any = None, *rest: Any, **more: Any) -> None:
+        if distributed.get_backend(group) == "gloo":
+            distributed.barrier(group)
+        else:
+            monitored_barrier(group, *rest, **more)
+
+    return meeting
+
+
+def _from_this_rank(exchange: Callable[..., None], refuse: Refuse) -> Callable[..., None]:
+    """Nobody knows the objects that another rank would send."""
+    signature = inspect.signature(exchange)
+
+    @functools.wraps(exchange)
+    def exchanging(*arguments: Any, **keywords: Any) -> None:
+        given = signature.bind(*arguments, **keywords).arguments
+        # Rank 0 is the first one of every group that it is in.
+        source = given.get("src") or given.get("group_src")
+        if source and distributed.get_rank(given.get("group")) == 0:
+            refuse(
+                f"the program receives objects of rank {source} ({exchange.__name__}), and"
+                " simulate has rank 0 only; let rank 0 send them"
+            )
+        else:
+            exchange(*arguments, **keywords)
+
+    return exchanging
 
 
 def _with_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +156,9 @@ class Exchanges:
             func = getattr(torch.ops._c10d_functional, f"{name}_").default
             args = (_copy_of(args[0]), *args[1:])
         result = func(*args, **kwargs)
+        if name == "scatter_":
+            _receive_first(*args[:2])
+            return result
         groups = [group for group in map(_tensors_of, (*args, *kwargs.values())) if group]
         # Those that this rank sends are the last ones.
         sent = groups[-1]
@@ -150,6 +196,17 @@ class Exchanges:
             return True
         is_small = all(one.nbytes <= MOST_BYTES for one in tensors)
         return is_small and name not in (*_ALL_TO_ALL, *_NOT_WRITTEN)
+
+
+def _receive_first(outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
+    """The first rank receives the first of the tensors that it scatters itself."""
+    for output in outputs:
+        mark_unknown(output)
+    # Without inputs another rank scatters.
+    for output, (first, *_) in zip(outputs, inputs, strict=False):
+        is_small_enough = first.nbytes <= MOST_BYTES
+        if is_known(first) and is_small_enough and is_writable(output, overwrites=True):
+            make_known(output, host_view(first))
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

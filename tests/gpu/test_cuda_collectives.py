@@ -34,6 +34,8 @@ def test_values_are_those_of_equal_ranks():
         "functional": summed,
         "functional gather": OWN * RANKS,
         "objects": [{"rank": 0}] * RANKS,
+        "scattered object": [{"for": 0}],
+        "scatter": [0.0, 1.0],
         "host": [8.0],
     }
 
@@ -44,9 +46,13 @@ def test_large_values_are_not_known():
 
 
 def test_what_depends_on_other_ranks_is_refused():
-    parts, pipeline = on_rank("refused")["sentences"]
+    parts, pipeline, *objects = on_rank("refused")["sentences"]
     assert parts.startswith("the program exchanges parts of different sizes with all ranks")
     assert pipeline.startswith("the program sends tensors from one rank to another")
+    assert [text.partition(",")[0] for text in objects] == [
+        "the program receives objects of rank 1 (broadcast_object_list)",
+        "the program receives objects of rank 3 (scatter_object_list)",
+    ]
 
 
 @pytest.mark.parametrize(

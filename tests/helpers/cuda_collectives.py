@@ -26,7 +26,7 @@ def enter() -> list[str]:
     """Become the first rank; returns a list of what is refused."""
     refused: list[str] = []
     set_rank_variables(RANKS, RANKS)
-    meet_nobody(RANKS)
+    meet_nobody(RANKS, refused.append)
     Values(refused.append).enter()
     distributed.init_process_group("cpu:gloo,cuda:nccl")
     return refused
@@ -67,10 +67,20 @@ def values() -> dict[str, Any]:
     objects: list[Any] = [None] * RANKS
     distributed.all_gather_object(objects, {"rank": 0})
     found["objects"] = objects
+    received: list[Any] = [None]
+    # As under DDP, where no backend has the tensors of the host.
+    on_devices = distributed.new_group(backend="nccl")
+    sent = [{"for": rank} for rank in range(RANKS)]
+    distributed.scatter_object_list(received, sent, group=on_devices)
+    found["scattered object"] = received
+    scattered_part = torch.empty(2, device="cuda")
+    distributed.scatter(scattered_part, list(parts.view(RANKS, 2).unbind()))
+    found["scatter"] = scattered_part.tolist()
     on_host = torch.tensor([2.0])
     distributed.all_reduce(on_host)
     found["host"] = on_host.tolist()
     distributed.barrier()
+    distributed.monitored_barrier(distributed.new_group(backend="gloo"))
     return found
 
 
@@ -97,6 +107,8 @@ def refused() -> dict[str, Any]:
         torch.zeros(RANKS, device="cuda"), own, [1, 1, 2, 0], [0, 1, 1, 2]
     )
     distributed.send(own, 1)
+    distributed.broadcast_object_list([None], src=1)
+    distributed.scatter_object_list([None], src=RANKS - 1)
     return {"sentences": sentences}
 
 
