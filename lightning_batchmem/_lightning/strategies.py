@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module, SyncBatchNorm
@@ -153,6 +153,11 @@ def check_one_rank(trainer: Trainer) -> None:
     strategy: Any = trainer.strategy
     if trainer.world_size == 1:
         return
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        raise ValueError(
+            "the program has made a process group of gloo for tensors of GPUs, and simulate has"
+            ' NCCL for them; use init_process_group("nccl"), or leave it to the Trainer'
+        )
     environment = type(strategy.cluster_environment).__name__
     if environment != "TorchElasticEnvironment":
         raise ValueError(

@@ -34,6 +34,10 @@ PACKAGE = "lightning_batchmem.simulated_gpu"
 VALUE_MODULES = ("known", "unknown", "assumptions", "one_rank", "values")
 
 
+# Variables that a program may read before it has a Trainer.
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
 class Child:
     """The program, and the file to which its result goes.
 
@@ -76,6 +80,14 @@ class Child:
             sys.path[0] = str(Path(target).resolve().parent) if is_script else os.getcwd()
         try:
             self._run_program(target)
+        except KeyError as error:
+            if self._ranks > 1 or error.args[:1] not in {(name,) for name in _OF_A_LAUNCHER}:
+                raise
+            traceback.print_exc()
+            self.refuse(
+                f"{target} reads {error.args[0]}, which a launcher sets for several processes: give"
+                " --devices"
+            )
         except Exception as error:
             # Its class has this name in every version of torch.
             if type(error).__name__ != "OutOfMemoryError":
@@ -207,7 +219,9 @@ class Child:
                 self.refuse(str(error))
             traceback.print_exc()
             assumed = self._values.assumptions[-1:]
-            parts = [f"{self._request['target']} ended with an error", *assumed]
+            # Torch's own errors may have pages of text.
+            what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+            parts = [f"{self._request['target']} ended with {what:.200}", *assumed]
             self.refuse(" after this was assumed: ".join(parts))
 
 

@@ -156,6 +156,14 @@ def test_a_program_that_leaves(run):
     assert (process.returncode, result) == (3, None)
 
 
+def test_a_program_that_reads_what_a_launcher_sets(run, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    process, result = run('import os\nos.environ["LOCAL_RANK"]')
+    text = "reads LOCAL_RANK, which a launcher sets for several processes: give --devices"
+    assert result == {"error": f"train.py {text}"}
+    assert "KeyError" in process.stderr
+
+
 def test_an_error_inside_fit_is_not_given_to_the_program(run):
     fit = f"""
 trainer.__class__ = type("Own", (Trainer,), {{"strategy": property(lambda _: 1 / 0)}})
@@ -165,7 +173,7 @@ except ZeroDivisionError:
     print("caught")
 """
     process, result = run(program(fit=fit))
-    assert result == {"error": "train.py ended with an error"}
+    assert result == {"error": "train.py ended with ZeroDivisionError: division by zero"}
     assert "ZeroDivisionError: division by zero" in process.stderr
     assert "caught" not in process.stdout
 
@@ -177,7 +185,8 @@ def test_an_error_after_assumptions_names_the_last_one(monkeypatch):
     program = child.Child({"target": "train.py"})
     program._values = SimpleNamespace(assumptions=["one", "two"])
     program._checked("use_devices", {}, {})
-    assert found == [{"error": "train.py ended with an error after this was assumed: two"}]
+    text = "train.py ended with ZeroDivisionError: division by zero after this was assumed: two"
+    assert found == [{"error": text}]
 
 
 def test_a_module_and_a_function(run):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
 
 from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem._lightning import strategies
 from lightning_batchmem.plan.policy import RehearsalPolicy, SearchPolicy
 from lightning_batchmem.plan.recipe import Recipe
 from lightning_batchmem.plan.records import Trial, TrialMemory
@@ -302,3 +304,10 @@ def test_layers_that_do_not_run_on_cudnn_are_named(finders, monkeypatch):
     assert assumed_with(convolution, recurrent) == [
         f"Recurrent layers ran on PyTorch's own kernels and not on cuDNN's. {more}"
     ]
+
+
+def test_a_process_group_of_gloo_that_the_program_made(monkeypatch):
+    monkeypatch.setattr(strategies.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(strategies.distributed, "get_backend", lambda: "gloo")
+    with pytest.raises(ValueError, match="a process group of gloo for tensors of GPUs"):
+        strategies.check_one_rank(SimpleNamespace(world_size=2, strategy=None))
