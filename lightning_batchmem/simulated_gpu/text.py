@@ -274,12 +274,16 @@ def _gib(count_bytes: float) -> str:
 def _assumed(context_bytes: int, outcomes: Sequence[Outcome]) -> str:
     source = f" ({CONTEXT_SOURCE})" if context_bytes == CONTEXT_BYTES else ""
     parts = [f"{mib(context_bytes)} for the CUDA context{source}"]
-    parts += [
-        f"{mib(outcome.world.nccl_bytes)} for NCCL ({outcome.world.nccl_source})"
-        for outcome in outcomes
-        if outcome.world is not None
-    ]
-    return f"{', '.join(dict.fromkeys(parts))}; nothing else on the GPU"
+    ranks_with: dict[tuple[int, str], list[str]] = {}
+    for outcome in outcomes:
+        if world := outcome.world:
+            ranks = ranks_with.setdefault((world.nccl_bytes, world.nccl_source), [])
+            ranks.append(str(world.devices * world.nodes))
+    for (nccl_bytes, nccl_source), ranks in ranks_with.items():
+        # The rows of a table may have taken different amounts.
+        rows = f"{'/'.join(dict.fromkeys(ranks))} ranks: " if len(ranks_with) > 1 else ""
+        parts.append(f"{mib(nccl_bytes)} for NCCL ({rows}{nccl_source})")
+    return f"{', '.join(parts)}; nothing else on the GPU"
 
 
 def _ranks(plan: Plan, world: FoundWorld) -> str:

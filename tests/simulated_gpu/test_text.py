@@ -253,6 +253,15 @@ def test_later_rows_are_as_wide_where_the_first_one_has_no_size():
     assert len({len(line) for line in text.splitlines()[:4]}) == 1
 
 
+def test_what_nccl_takes_is_given_for_each_number_of_ranks():
+    outcomes = [in_a_world(2), in_a_world(4), in_a_world(8)]
+    of_two = replace(outcomes[0].world, nccl_bytes=200 * 2**20)
+    outcomes[0] = replace(outcomes[0], world=of_two)
+    text = " ".join(table_of(*outcomes).split())
+    assert "200.0 MiB for NCCL (2 ranks: NVIDIA/nccl#964)" in text
+    assert "344.0 MiB for NCCL (4/8 ranks: NVIDIA/nccl#964);" in text
+
+
 @pytest.mark.parametrize("gpu", ["RTX-4060-Ti-16GB", "RTX-6000-Ada-ECC-off"])
 def test_a_long_name_takes_the_room_of_what_the_largest_size_needs(gpu):
     outcome = in_a_world(8, gpu=gpu, limited_by="min_steps_per_epoch", project=4096)
