@@ -185,6 +185,7 @@ ASSIGNED = {
         "torch.autograd.backward",
     },
     "simulated_gpu/one_rank.py": {
+        "c10d.ProcessGroup.monitored_barrier",
         "c10d.ProcessGroupGloo",
         "c10d.all_reduce",
         "distributed.all_reduce",

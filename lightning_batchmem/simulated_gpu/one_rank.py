@@ -81,25 +81,18 @@ def meet_nobody(ranks: int, refuse: Refuse = raise_refusal) -> None:
     c10d.ProcessGroupGloo = fake_gloo
     distributed.all_reduce = c10d.all_reduce = _with_sums(distributed.all_reduce)
     replaced = {
-        "monitored_barrier": _meets_all(c10d.monitored_barrier),
         "broadcast_object_list": _from_this_rank(c10d.broadcast_object_list, refuse),
         "scatter_object_list": _from_this_rank(c10d.scatter_object_list, refuse),
     }
     vars(distributed).update(replaced)
     vars(c10d).update(replaced)
+    # The fake process group does not have the barrier in which gloo waits for each rank. Lightning
+    # calls it after prepare_data.
+    c10d.ProcessGroup.monitored_barrier = _meet
 
 
-def _meets_all(monitored_barrier: Callable[..., None]) -> Callable[..., None]:
-    """The fake process group does not have this barrier, in which gloo waits for each rank."""
-
-    @functools.wraps(monitored_barrier)
-    def meeting(group: Any = None, *rest: Any, **more: Any) -> None:
-        if distributed.get_backend(group) == "gloo":
-            distributed.barrier(group)
-        else:
-            monitored_barrier(group, *rest, **more)
-
-    return meeting
+def _meet(*_: Any, **__: Any) -> None:
+    """Meet nobody."""
 
 
 def _from_this_rank(exchange: Callable[..., None], refuse: Refuse) -> Callable[..., None]:

@@ -81,6 +81,8 @@ def values() -> dict[str, Any]:
     found["host"] = on_host.tolist()
     distributed.barrier()
     distributed.monitored_barrier(distributed.new_group(backend="gloo"))
+    # Lightning calls it in this way, after `prepare_data`.
+    distributed.new_group(backend="gloo").monitored_barrier()
     return found
 
 
