@@ -15,7 +15,7 @@ An environment with a CUDA build of torch and what the rows import (Linux, x86-6
 
     pip install -c constraints-cuda.txt -e ".[test]" transformers==4.49.0
     pip install --no-deps litgpt==0.5.13
-    # the whole table; 10 minutes on two cores
+    # the whole table; 15 minutes beside other work on two cores
     python -m benchmarks.published_devices
     # the rows whose names have one of these words
     python -m benchmarks.published_devices --only Trainer "FSDP2 on 128"

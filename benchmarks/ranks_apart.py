@@ -15,7 +15,7 @@ An environment with a CUDA build of torch (Linux, x86-64), and DeepSpeed for its
 
     pip install -c constraints-cuda.txt -e ".[test]"
     DS_BUILD_OPS=0 pip install -c constraints-cuda.txt -e ".[deepspeed]"
-    # 5 minutes on two cores
+    # 4 minutes on two cores
     python -m benchmarks.ranks_apart
     python -m benchmarks.ranks_apart --only ddp fsdp2
     # write benchmarks/results/cuda-stub/ranks_apart.md
@@ -289,6 +289,8 @@ def main() -> None:
     notes = [
         "gloo: two processes that exchange; apart: rank 0 of two processes with the NCCL of the"
         " simulated GPU, beside alone; alone: one process as rank 0 of two.",
+        "Under FSDP2 gloo reduces a copy of a layer's gradients (12 MiB here), which lives for some"
+        " time: steps are higher by it in some runs, and equal to those of alone in others.",
         f"Command: python -m benchmarks.ranks_apart; {SAMPLES} samples of {GPT.tokens} tokens on"
         f" each rank, float32, AdamW, {STEPS} steps.",
     ]
