@@ -148,6 +148,16 @@ def exchanges_buckets(trainer: Trainer) -> bool:
     return _is_strategy(trainer, "DDPStrategy") and not has_engine(trainer)
 
 
+def check_environment(plugin: Any) -> None:
+    """Refuse a launcher whose variables are not set here: some read them in their Trainer."""
+    name = type(plugin).__name__
+    if name.endswith("Environment") and name != "TorchElasticEnvironment":
+        raise ValueError(
+            f"the Trainer has the plugin {name}, whose ranks are not those of simulate; run"
+            " the program without it"
+        )
+
+
 def check_one_rank(trainer: Trainer) -> None:
     """Refuse a strategy whose first rank cannot run without the others."""
     strategy: Any = trainer.strategy
@@ -158,12 +168,7 @@ def check_one_rank(trainer: Trainer) -> None:
             "the program has made a process group of gloo for tensors of GPUs, and simulate has"
             ' NCCL for them; use init_process_group("nccl"), or leave it to the Trainer'
         )
-    environment = type(strategy.cluster_environment).__name__
-    if environment != "TorchElasticEnvironment":
-        raise ValueError(
-            f"the Trainer has the plugin {environment}, whose ranks are not those of simulate; run"
-            " the program without it"
-        )
+    check_environment(strategy.cluster_environment)
     if _is_strategy(trainer, "ModelParallelStrategy"):
         # It is private in lightning 2.5.0 to 2.6.6.
         size = strategy._tensor_parallel_size

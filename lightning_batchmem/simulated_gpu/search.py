@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 
 from lightning_batchmem import check, comparison
 from lightning_batchmem._lightning.strategies import (
+    check_environment,
     check_one_rank,
     check_strategy,
     exchange_by,
@@ -136,6 +137,9 @@ def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, 
     wanted = (started[0] if is_open else int(count), started[1] if nodes == 1 else nodes)
     if wanted != started:
         return _other_start(*wanted, request)
+    plugins = given.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, list) and started != (1, 1) else []:
+        check_environment(plugin)
     if isinstance(devices, list):
         given["devices"] = count if count > 1 else [0]
     if started[1] > 1:

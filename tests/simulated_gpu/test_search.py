@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_batchmem import BatchFinder, Plan
 from lightning_batchmem._lightning import strategies
@@ -311,3 +312,10 @@ def test_a_process_group_of_gloo_that_the_program_made(monkeypatch):
     monkeypatch.setattr(strategies.distributed, "get_backend", lambda: "gloo")
     with pytest.raises(ValueError, match="a process group of gloo for tensors of GPUs"):
         strategies.check_one_rank(SimpleNamespace(world_size=2, strategy=None))
+
+
+def test_a_launcher_that_is_a_plugin_is_refused_before_it_reads_its_variables():
+    given = {"devices": 2, "plugins": [SLURMEnvironment()]}
+    with pytest.raises(ValueError, match="the plugin SLURMEnvironment, whose ranks"):
+        simulated.use_devices(given, {**REQUEST, "devices": 2})
+    assert simulated.use_devices({"plugins": given["plugins"]}, REQUEST) is None
