@@ -121,8 +121,8 @@ def test_sizes():
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
     # What belongs to the simulated GPU is apart: nobody needs it to read a search.
     simulated = [path for path in FILES if "simulated_gpu" in path.parts]
-    assert sum(map(count_tokens, simulated)) <= 15_086
-    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 107_457
+    assert sum(map(count_tokens, simulated)) <= 20_012
+    assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 107_725
 
 
 # A reader keeps about ten fields in mind.
@@ -181,9 +181,9 @@ ASSIGNED = {
         "trainer.callbacks",
         "finder.policy",
         "SavedStorages.largest_bytes",
-        "nccl_bytes.restype",
         "torch.autograd.backward",
     },
+    "simulated_gpu/ranks.py": {"nccl_bytes.restype"},
     "simulated_gpu/one_rank.py": {
         "c10d.ProcessGroup.monitored_barrier",
         "c10d.ProcessGroupGloo",

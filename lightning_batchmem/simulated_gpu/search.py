@@ -19,7 +19,6 @@ from lightning_batchmem._lightning.strategies import (
     check_one_rank,
     check_strategy,
     exchange_by,
-    exchanges_buckets,
     has_engine,
     strategy_text,
     trains_in_other_processes,
@@ -32,18 +31,22 @@ from lightning_batchmem._lightning.trainer_state import (
 )
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.devices.out_of_memory import is_out_of_memory
-from lightning_batchmem.devices.tensors import bytes_of
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions
 from lightning_batchmem.plan.plan import Plan
-from lightning_batchmem.plan.records import mib
 from lightning_batchmem.plan.rules import NOTHING_FITS
 from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.search.kept_trials import KeptTrials, ended_in_trial, trials_path
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import NothingFitsError
+from lightning_batchmem.simulated_gpu.ranks import (
+    EqualRanks,
+    GatheredWeights,
+    found_world,
+    notes_about_ranks,
+)
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 MEMORY_TEST = "memory_test"
@@ -164,26 +167,6 @@ def _other_start(devices: int, nodes: int, request: Mapping[str, Any]) -> dict[s
     return {"devices": devices, "nodes": nodes}
 
 
-class EqualRanks(Ranks):
-    """The first of many ranks, which all hold what it holds, and do not exist.
-
-    Args:
-        size: how many ranks there are.
-        ends_together: whether an error in a step ends the process.
-    """
-
-    def __init__(self, size: int, *, ends_together: bool) -> None:
-        super().__init__(0, size, goes_on=True)
-        self.ends_together = ends_together
-
-    def on_this_host(self) -> int:
-        """This process only: the memory of this host is not that of a node."""
-        return 1
-
-    def _gather(self, failure: str | None, value: Any) -> list[Any]:
-        return [(failure, value)] * self.size
-
-
 def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[str, Any]:
     """Search instead of a training, and return the result for the parent.
 
@@ -205,7 +188,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     notes = list(request.get("notes", ()))
     if given.get("ckpt_path") is not None:
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
-    notes += _notes_about_ranks(trainer)
+    notes += notes_about_ranks(trainer)
     notes += _notes_about_cudnn(given["model"], is_simulated=request["simulates_cudnn"])
     gathered = GatheredWeights(given["model"], trainer.world_size)
     if trainer.world_size > 1:
@@ -254,81 +237,9 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
     simulated = simulated_plan(plan, request["gpu"], notes)
     return {
         "plan": json.loads(simulated.to_json()),
-        "world": _world(trainer, gathered),
+        "world": found_world(trainer, gathered),
         "assumptions": notes,
         "multiple_of": finder.options.multiple_of or 1,
-    }
-
-
-class GatheredWeights:
-    """The weights that a rank has gathered in forward, and frees in backward.
-
-    Args:
-        module: the network.
-        ranks: how many ranks share its weights.
-    """
-
-    def __init__(self, module: torch.nn.Module, ranks: int) -> None:
-        self._module = module
-        self._ranks = ranks
-        self._backward = torch.autograd.backward
-        self.most_bytes = 0
-        # Of the other weights, on all ranks.
-        self._sharded_bytes = 0
-
-    def backward(self, *arguments: Any, **keywords: Any) -> None:
-        """Run ``torch.autograd.backward``, and measure before and after."""
-        before = self._bytes_by_name()
-        self._backward(*arguments, **keywords)
-        after = self._bytes_by_name()
-        gathered = {name for name, count in before.items() if count > after.get(name, 0)}
-        gathered_bytes = sum(before[name] for name in gathered)
-        if gathered_bytes > self.most_bytes:
-            self.most_bytes = gathered_bytes
-            others = after.keys() - gathered
-            self._sharded_bytes = self._ranks * sum(after[name] for name in others)
-
-    def _bytes_by_name(self) -> dict[str, int]:
-        return {name: bytes_of([weight]) for name, weight in self._module.named_parameters()}
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence if most weights stay gathered."""
-        if self.most_bytes <= self._sharded_bytes:
-            return []
-        return [
-            f"Gathered weights of {mib(self.most_bytes)} stay from forward to backward. If you do"
-            " not want that, shard the whole module too, after its layers: fully_shard(model) under"
-            " FSDP2."
-        ]
-
-
-def _notes_about_ranks(trainer: Trainer) -> list[str]:
-    """What is assumed of the other ranks; nothing where there is one."""
-    if trainer.world_size == 1:
-        return []
-    notes = ["Rank 0 ran, and the others are taken to be equal to it."]
-    if has_engine(trainer):
-        notes.append("Under DeepSpeed another rank may need 4 % more.")
-    if exchanges_buckets(trainer):
-        notes.append(
-            "DDP may hold its buckets of gradients twice for a moment, and the search left room for"
-            " one copy."
-        )
-    return notes
-
-
-def _world(trainer: Trainer, gathered: GatheredWeights) -> dict[str, Any] | None:
-    """The ranks, and what NCCL has taken; ``None`` for one rank."""
-    if trainer.world_size == 1:
-        return None
-    nccl_bytes = ctypes.CDLL(None).cuda_stub_nccl_bytes
-    nccl_bytes.restype = ctypes.c_size_t
-    return {
-        "devices": trainer.num_devices,
-        "nodes": trainer.num_nodes,
-        "nccl_bytes": nccl_bytes(),
-        "gathered_bytes": gathered.most_bytes or None,
     }
 
 

@@ -277,12 +277,6 @@ def test_a_node_has_at_most_eight_devices():
         simulated.use_devices({"devices": 16}, REQUEST)
 
 
-def test_equal_ranks_exchange_what_this_one_has():
-    ranks = simulated.EqualRanks(4, ends_together=False)
-    assert ranks.exchange("a size") == ["a size"] * 4
-    assert ranks.on_this_host() == 1
-
-
 def assumed_with(*layers):
     return run(quiet_trainer(), model=torch.nn.Sequential(*layers))["assumptions"][:-1]
 
