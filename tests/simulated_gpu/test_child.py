@@ -42,6 +42,8 @@ def run(tmp_path):
             "trainer": {},
             "options": {},
             "gpu": "RTX-4090",
+            "devices": None,
+            "nodes": None,
             "environment": {"LD_PRELOAD": None, "OTHER": "the user's own"},
             "result": str(result),
             **request,
