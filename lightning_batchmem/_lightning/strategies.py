@@ -153,8 +153,8 @@ def check_environment(plugin: Any) -> None:
     name = type(plugin).__name__
     if name.endswith("Environment") and name != "TorchElasticEnvironment":
         raise ValueError(
-            f"the Trainer has the plugin {name}, whose ranks are not those of simulate; run"
-            " the program without it"
+            f"the Trainer has the plugin {name}, and simulate sets up the ranks itself; run the"
+            " program without it"
         )
 
 

@@ -55,6 +55,8 @@ _PLACES = (
 
 _CHECKING = ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics")
 """Packages that read values to check their arguments, and pick elements to leave out none."""
+_SYNC_BATCH_NORM = os.path.join("torch", "nn", "modules", "_functions.py")
+"""It leaves out ranks without samples, and there are none."""
 
 
 class Assumptions:
@@ -87,7 +89,7 @@ class Assumptions:
         """
         attributes = tensor.untyped_storage().__dict__
         # A backward pass uses the mask of the forward pass again. What a package checks holds.
-        if "_is_named" in attributes or _caller() in _CHECKING:
+        if "_is_named" in attributes or _is_decided():
             return
         attributes["_is_named"] = True
         key = what, project_line()
@@ -101,17 +103,19 @@ class Assumptions:
             self._of_library.setdefault(f"{text[0].upper()}{text[1:]}", project_line())
 
 
-def _caller() -> str:
-    """The installed package that calls torch now; empty for the project itself."""
+def _is_decided() -> bool:
+    """Whether a package that only checks something calls torch now, and not the project."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         package = path.partition("-packages" + os.sep)[2].partition(os.sep)[0]
+        if package in _CHECKING or path.endswith(_SYNC_BATCH_NORM):
+            return True
         is_project = not package and not path.startswith(_PLACES)
         if is_project or package not in ("", "torch"):
-            return package
+            return False
         frame = frame.f_back
-    return ""
+    return False
 
 
 MOST_READS = 1000

@@ -86,7 +86,7 @@ class Child:
             traceback.print_exc()
             self.refuse(
                 f"{target} reads {error.args[0]}, which a launcher sets for several processes: give"
-                " --devices"
+                " --devices with 2 or more"
             )
         except Exception as error:
             # Its class has this name in every version of torch.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_batchmem._lightning.strategies import exchanges_buckets, has_engine
 from lightning_batchmem.devices.tensors import bytes_of
@@ -38,42 +40,48 @@ class GatheredWeights:
     """The weights that a rank has gathered in forward, and frees in backward.
 
     Args:
-        module: the network.
+        model: returns the network, as the strategy has wrapped it.
         ranks: how many ranks share its weights.
     """
 
-    def __init__(self, module: torch.nn.Module, ranks: int) -> None:
-        self._module = module
+    def __init__(self, model: Callable[[], torch.nn.Module], ranks: int) -> None:
+        self._model = model
         self._ranks = ranks
         self._backward = torch.autograd.backward
         self.most_bytes = 0
-        # Of the other weights, on all ranks.
-        self._sharded_bytes = 0
+        # All weights, on all ranks.
+        self._whole_bytes = 0
 
     def backward(self, *arguments: Any, **keywords: Any) -> None:
         """Run ``torch.autograd.backward``, and measure before and after."""
         before = self._bytes_by_name()
         self._backward(*arguments, **keywords)
         after = self._bytes_by_name()
-        gathered = {name for name, count in before.items() if count > after.get(name, 0)}
-        gathered_bytes = sum(before[name] for name in gathered)
-        if gathered_bytes > self.most_bytes:
-            self.most_bytes = gathered_bytes
-            others = after.keys() - gathered
-            self._sharded_bytes = self._ranks * sum(after[name] for name in others)
+        gathered = [count for name, count in before.items() if count > after.get(name, 0)]
+        self.most_bytes = max(self.most_bytes, sum(gathered))
+        self._whole_bytes = self._ranks * sum(after.values())
 
     def _bytes_by_name(self) -> dict[str, int]:
-        return {name: bytes_of([weight]) for name, weight in self._module.named_parameters()}
+        model = self._model()
+        found = {name: bytes_of([weight]) for name, weight in model.named_parameters()}
+        # FSDP1 shows its shards again after forward, even where it keeps what it has gathered.
+        # These names are private in torch 2.13 and 2.14.
+        for number, part in enumerate(FullyShardedDataParallel.fsdp_modules(model)):
+            flat = getattr(part._handle, "flat_param", None)
+            gathered = getattr(flat, "_full_param_padded", None)
+            if gathered is not None:
+                found[f"gathered {number}"] = gathered.untyped_storage().nbytes()
+        return found
 
     @property
     def notes(self) -> list[str]:
         """A sentence if most weights stay gathered."""
-        if self.most_bytes <= self._sharded_bytes:
+        if 2 * self.most_bytes <= self._whole_bytes:
             return []
         return [
             f"Gathered weights of {mib(self.most_bytes)} stay from forward to backward. If you do"
-            " not want that, shard the whole module too, after its layers: fully_shard(model) under"
-            " FSDP2."
+            " not want that, shard the layers (auto_wrap_policy under FSDP1), and then the whole"
+            " module too (fully_shard(model) under FSDP2)."
         ]
 
 

@@ -190,7 +190,7 @@ def search(given: dict[str, Any], request: dict[str, Any], values: Any) -> dict[
         notes.append(f"ckpt_path={given['ckpt_path']!r} is left out: the search has new weights.")
     notes += notes_about_ranks(trainer)
     notes += _notes_about_cudnn(given["model"], is_simulated=request["simulates_cudnn"])
-    gathered = GatheredWeights(given["model"], trainer.world_size)
+    gathered = GatheredWeights(lambda: trainer.strategy.model, trainer.world_size)
     if trainer.world_size > 1:
         torch.autograd.backward = gathered.backward
     is_memory_test = request["kind"] == MEMORY_TEST

@@ -299,7 +299,7 @@ def _ranks(plan: Plan, world: FoundWorld) -> str:
 def _range(plan: Plan, smallest: int) -> str:
     higher = f"if peaks on the real GPU are {_HIGHER} higher"
     if smallest == plan.batch_size:
-        return f"{plan.batch_size} fits also {higher}"
+        return f"{plan.batch_size} also fits {higher}"
     return f"{smallest} to {plan.batch_size}: {smallest} fits {higher}"
 
 

@@ -29,7 +29,7 @@ class Sharded(nn.Module):
 
 def gathered_in(module, monkeypatch):
     monkeypatch.setattr(torch.autograd, "backward", module.shard)
-    watched = GatheredWeights(module, ranks=2)
+    watched = GatheredWeights(lambda: module, ranks=2)
     watched.backward()
     return watched
 
@@ -39,7 +39,7 @@ def test_weights_that_backward_frees_were_gathered(monkeypatch):
     assert watched.most_bytes == 4 * 120
     (note,) = watched.notes
     assert note.startswith("Gathered weights of ")
-    assert "shard the whole module too" in note
+    assert "and then the whole module" in note
 
 
 def test_a_small_part_that_stays_gathered_has_no_note(monkeypatch):
