@@ -310,6 +310,6 @@ def test_a_process_group_of_gloo_that_the_program_made(monkeypatch):
 
 def test_a_launcher_that_is_a_plugin_is_refused_before_it_reads_its_variables():
     given = {"devices": 2, "plugins": [SLURMEnvironment()]}
-    with pytest.raises(ValueError, match="the plugin SLURMEnvironment, whose ranks"):
+    with pytest.raises(ValueError, match="the plugin SLURMEnvironment, and simulate"):
         simulated.use_devices(given, {**REQUEST, "devices": 2})
     assert simulated.use_devices({"plugins": given["plugins"]}, REQUEST) is None
