@@ -10,6 +10,7 @@ Source of the shapes: https://arxiv.org/abs/2307.09288, and the configurations o
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import subprocess
@@ -127,7 +128,7 @@ class Training(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
-def main(size: str = "7B") -> None:
+def train(size: str) -> None:
     """Train on all GPUs of a launcher."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
@@ -159,8 +160,18 @@ def cost() -> None:
         )
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--cost"]:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("size", nargs="?", choices=SHAPES, default="7B", help="of the network")
+    parser.add_argument("--cost", action="store_true", help="search for 7B and 70B")
+    chosen = parser.parse_args()
+    if chosen.cost:
         cost()
     else:
-        main(*sys.argv[1:])
+        train(chosen.size)
+
+
+if __name__ == "__main__":
+    main()

@@ -161,8 +161,8 @@ def test_a_program_that_leaves(run):
 def test_a_program_that_reads_what_a_launcher_sets(run, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     process, result = run('import os\nos.environ["LOCAL_RANK"]')
-    text = "reads LOCAL_RANK, which a launcher sets for several processes: give --devices with 2 or more"
-    assert result == {"error": f"train.py {text}"}
+    text = "reads LOCAL_RANK, which a launcher sets for several processes: give --devices"
+    assert result == {"error": f"train.py {text} with 2 or more"}
     assert "KeyError" in process.stderr
 
 
