@@ -187,8 +187,6 @@ ASSIGNED = {
     "simulated_gpu/one_rank.py": {
         "c10d.ProcessGroup.monitored_barrier",
         "c10d.ProcessGroupGloo",
-        "c10d.all_reduce",
-        "distributed.all_reduce",
     },
     # A second way to make an object.
     "batch_finder.py": {"finder._is_optional"},

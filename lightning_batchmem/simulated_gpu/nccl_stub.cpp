@@ -198,11 +198,6 @@ ncclResult_t make(ncclComm_t* made, int ranks, int rank) {
   return SUCCESS;
 }
 
-ncclResult_t copy(ncclComm_t parent, ncclComm_t* made) {
-  *made = new ncclComm{parent->ranks, parent->rank, parent->device};
-  return SUCCESS;
-}
-
 }  // namespace
 
 extern "C" {
@@ -232,14 +227,6 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int ranks, ncclUniqueId, i
 ncclResult_t ncclCommInitRankScalable(ncclComm_t* made, int ranks, int rank, int, ncclUniqueId*,
                                       void*) {
   return make(made, ranks, rank);
-}
-
-// How many ranks have the color of this one is not known here, and torch does not ask.
-ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int, ncclComm_t* made, void*) {
-  if (color >= 0)
-    return copy(parent, made);
-  *made = nullptr;
-  return SUCCESS;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t) {

@@ -27,7 +27,6 @@ from lightning_batchmem.simulated_gpu.known import (
     is_writable,
     make_known,
     mark_unknown,
-    tensors_in,
 )
 
 MOST_BYTES = 2**20
@@ -79,8 +78,9 @@ def meet_nobody(ranks: int, refuse: Refuse = raise_refusal) -> None:
     # torch 2.14 makes gloo by a plugin, and 2.13 by this class.
     c10d.Backend._plugins["GLOO"] = c10d.Backend._plugins["FAKE"]
     c10d.ProcessGroupGloo = fake_gloo
-    distributed.all_reduce = c10d.all_reduce = _with_sums(distributed.all_reduce)
     replaced = {
+        "init_process_group": _without_device(c10d.init_process_group),
+        "all_reduce": _with_sums(c10d.all_reduce),
         "broadcast_object_list": _from_this_rank(c10d.broadcast_object_list, refuse),
         "scatter_object_list": _from_this_rank(c10d.scatter_object_list, refuse),
     }
@@ -115,6 +115,20 @@ def _from_this_rank(exchange: Callable[..., None], refuse: Refuse) -> Callable[.
     return exchanging
 
 
+def _without_device(init_process_group: Callable[..., None]) -> Callable[..., None]:
+    """Let torch make each group by itself.
+
+    With a device, NCCL makes other groups of the first one, and is not told how many ranks they
+    have.
+    """
+
+    @functools.wraps(init_process_group)
+    def initializing(*arguments: Any, device_id: Any = None, **keywords: Any) -> None:
+        init_process_group(*arguments, **keywords)
+
+    return initializing
+
+
 def _with_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     """The fake process group, which has the tensors of the host, adds nothing."""
 
@@ -123,8 +137,9 @@ def _with_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
         work = all_reduce(tensor, op, *rest, **more)
         if tensor.device.type == "cpu" and op == distributed.ReduceOp.SUM:
             group = more.get("group", rest[0] if rest else None)
+            # A group without this rank has -1, and exchanges nothing.
             with torch.no_grad():
-                tensor.mul_(distributed.get_world_size(group))
+                tensor.mul_(max(1, distributed.get_world_size(group)))
         return work
 
     return summing
@@ -152,21 +167,26 @@ class Exchanges:
         if name == "scatter_":
             _receive_first(*args[:2])
             return result
-        groups = [group for group in map(_tensors_of, (*args, *kwargs.values())) if group]
-        # Those that this rank sends are the last ones.
+        # What this rank sends comes last, behind arguments with a name.
+        groups = [group for group in map(_tensors_of, (*kwargs.values(), *args)) if group]
         sent = groups[-1]
-        tensors = [*tensors_in(groups), *_tensors_of(result)]
-        may_know = all(map(is_known, sent)) and self._writes_values(name, tensors)
-        for tensor in tensors:
+        # Of exchanges in place there is no other argument.
+        received = _tensors_of(result) or _tensors_of(groups[:-1]) or sent
+        may_know = all(map(is_known, sent)) and self._writes_values(name, [*sent, *received])
+        for tensor in received:
             if may_know and is_writable(tensor, overwrites=True):
                 make_known(tensor)
             else:
                 mark_unknown(tensor)
-        if may_know and name in _LISTED:
-            # Torch copies them out of one tensor, on the device.
-            for outputs, source in zip(*args[:2], strict=True):
-                for output in outputs:
-                    make_known(output, host_view(source))
+        # Torch copies them out of one tensor, on the device. Another rank may gather instead.
+        if may_know and name in _LISTED and args[0]:
+            source = host_view(sent[0])
+            for output in received:
+                # The others send something else if it is larger or smaller.
+                if output.numel() == source.numel():
+                    make_known(output, source.reshape(output.shape))
+                else:
+                    mark_unknown(output)
         return result
 
     def _check(self, name: str, args: Sequence[Any]) -> None:

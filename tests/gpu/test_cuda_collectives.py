@@ -33,16 +33,20 @@ def test_values_are_those_of_equal_ranks():
         "broadcast": OWN,
         "functional": summed,
         "functional gather": OWN * RANKS,
+        "uneven": OWN,
         "objects": [{"rank": 0}] * RANKS,
         "scattered object": [{"for": 0}],
         "scatter": [0.0, 1.0],
         "host": [8.0],
+        "of a pair": [*OWN, *OWN, 0.0, 0.0, 0.0, 0.0],
+        "of others": [8.0],
     }
 
 
 def test_large_values_are_not_known():
     # The number that stands for unknown floats.
-    assert on_rank("unknown") == {"large": 1.0, "exchanged": [1.0] * RANKS}
+    found = on_rank("unknown")
+    assert found == {"large": 1.0, "exchanged": [1.0] * RANKS, "sent": 7.0}
 
 
 def test_what_depends_on_other_ranks_is_refused():

@@ -28,7 +28,8 @@ def enter() -> list[str]:
     set_rank_variables(RANKS, RANKS)
     meet_nobody(RANKS, refused.append)
     Values(refused.append).enter()
-    distributed.init_process_group("cpu:gloo,cuda:nccl")
+    # Lightning names the device too.
+    distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
     return refused
 
 
@@ -64,6 +65,10 @@ def values() -> dict[str, Any]:
     found["functional gather"] = functional.all_gather_tensor(
         own, 0, distributed.group.WORLD
     ).tolist()
+    distributed.gather(own, dst=1)
+    uneven = [torch.zeros(2 + rank, device="cuda") for rank in range(RANKS)]
+    distributed.all_gather(uneven, own)
+    found["uneven"] = uneven[0].tolist()
     objects: list[Any] = [None] * RANKS
     distributed.all_gather_object(objects, {"rank": 0})
     found["objects"] = objects
@@ -83,6 +88,12 @@ def values() -> dict[str, Any]:
     distributed.monitored_barrier(distributed.new_group(backend="gloo"))
     # Lightning calls it in this way, after `prepare_data`.
     distributed.new_group(backend="gloo").monitored_barrier()
+    pair = torch.zeros(8, device="cuda")
+    distributed.all_gather_into_tensor(pair[:4], own, group=distributed.new_group([0, 1]))
+    found["of a pair"] = pair.tolist()
+    others = distributed.new_group([1, 2])
+    distributed.all_reduce(on_host, group=others)
+    found["of others"] = on_host.tolist()
     return found
 
 
@@ -96,7 +107,9 @@ def unknown() -> dict[str, Any]:
     distributed.all_gather_into_tensor(gathered, weight.detach() @ torch.ones(2, 2, device="cuda"))
     exchanged = torch.empty(RANKS, device="cuda")
     distributed.all_to_all_single(exchanged, torch.full((RANKS,), 7.0, device="cuda"))
-    return {"large": large[0].item(), "exchanged": exchanged.tolist()}
+    sent = torch.full((MOST_BYTES,), 7.0, device="cuda")
+    distributed.all_gather_into_tensor(torch.empty(RANKS * MOST_BYTES, device="cuda"), sent)
+    return {"large": large[0].item(), "exchanged": exchanged.tolist(), "sent": sent[0].item()}
 
 
 def refused() -> dict[str, Any]:
