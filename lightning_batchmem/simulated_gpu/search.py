@@ -131,10 +131,11 @@ def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, 
     devices = given.get("devices", "auto")
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
-    count = len(devices) if isinstance(devices, list) else devices
+    is_list = isinstance(devices, (list, tuple))
+    count = str(len(devices) if is_list else devices)
     started = (request.get("devices") or 1, request.get("nodes") or 1)
-    # Lightning itself refuses no device at all.
-    is_open = count in ("auto", -1, "-1", 0, "0")
+    # Lightning itself refuses no device at all, and other words than "auto" and "-1".
+    is_open = not count.isdecimal() or int(count) == 0
     nodes = given.get("num_nodes", 1)
     # A program that names its arguments may give the default.
     wanted = (started[0] if is_open else int(count), started[1] if nodes == 1 else nodes)
@@ -143,8 +144,8 @@ def use_devices(given: dict[str, Any], request: Mapping[str, Any]) -> dict[str, 
     plugins = given.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list) and started != (1, 1) else []:
         check_environment(plugin)
-    if isinstance(devices, list):
-        given["devices"] = count if count > 1 else [0]
+    if is_list:
+        given["devices"] = list(range(len(devices)))
     if started[1] > 1:
         given["num_nodes"] = started[1]
     return None

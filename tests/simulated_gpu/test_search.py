@@ -221,11 +221,11 @@ def test_an_error_of_the_program_is_its_own(finders, monkeypatch):
         run(quiet_trainer())
 
 
-@pytest.mark.parametrize("devices", ["auto", -1, "-1", 1, "1", "3,", [0], "0", 0])
+@pytest.mark.parametrize("devices", ["auto", -1, "-1", 1, "1", "3,", [0], (4,), "0", 0, None])
 def test_one_device_or_what_lightning_itself_decides(devices):
     given = {"devices": devices}
     assert simulated.use_devices(given, REQUEST) is None
-    assert given["devices"] == ([0] if devices in ("3,", [0]) else devices)
+    assert given["devices"] == ([0] if devices in ("3,", [0], (4,)) else devices)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,7 @@ def test_one_device_or_what_lightning_itself_decides(devices):
         ({"devices": "4"}, 4, 1),
         ({"devices": "0,1"}, 2, 1),
         ({"devices": [2, 5, 7]}, 3, 1),
+        ({"devices": (2, 5)}, 2, 1),
         ({"num_nodes": 2}, 1, 2),
         ({"devices": 8, "num_nodes": 4}, 8, 4),
     ],
@@ -245,7 +246,7 @@ def test_a_trainer_that_names_its_devices_gets_them_in_another_start(given, devi
     given = dict(given)
     assert simulated.use_devices(given, {**REQUEST, **started_with}) is None
     if isinstance(given.get("devices"), list):
-        assert given["devices"] == devices
+        assert given["devices"] == list(range(devices))
 
 
 @pytest.mark.parametrize("given", [{}, {"devices": "auto"}, {"devices": -1, "num_nodes": 1}])
