@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -86,6 +87,8 @@ def meet_nobody(ranks: int, refuse: Refuse = raise_refusal) -> None:
     }
     vars(distributed).update(replaced)
     vars(c10d).update(replaced)
+    # It advises the device that is left out.
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device")
     # The fake process group does not have the barrier in which gloo waits for each rank. Lightning
     # calls it after prepare_data.
     c10d.ProcessGroup.monitored_barrier = _meet
