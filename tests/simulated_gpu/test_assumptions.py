@@ -38,6 +38,8 @@ def test_a_line_is_named_with_the_largest_of_its_sizes():
     ("file", "count"),
     [
         ("/x/site-packages/torchmetrics/metric.py", 0),
+        # SyncBatchNorm leaves out ranks without samples.
+        ("/x/site-packages/torch/nn/modules/_functions.py", 0),
         ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 0),
         ("/x/site-packages/torch/nn/functional.py", 1),
         ("/x/site-packages/monai/losses/dice.py", 1),
