@@ -91,10 +91,10 @@ def notes_about_ranks(trainer: Trainer) -> list[str]:
         return []
     notes = ["Rank 0 ran, and the others are taken to be equal to it."]
     if has_engine(trainer):
-        notes.append("Under DeepSpeed another rank may need 4 % more.")
+        notes.append("Under DeepSpeed another rank may need 4 % more than rank 0.")
     if exchanges_buckets(trainer):
         notes.append(
-            "DDP may hold its buckets of gradients twice for a moment, and the search left room for"
+            "DDP may hold its buckets of gradients twice for a moment, and the search leaves room for"
             " one copy."
         )
     return notes
