@@ -94,8 +94,8 @@ def notes_about_ranks(trainer: Trainer) -> list[str]:
         notes.append("Under DeepSpeed another rank may need 4 % more than rank 0.")
     if exchanges_buckets(trainer):
         notes.append(
-            "DDP may hold its buckets of gradients twice for a moment, and the search leaves room for"
-            " one copy."
+            "DDP may hold its buckets of gradients twice for a moment, and the search leaves room"
+            " for one copy."
         )
     return notes
 
