@@ -13,12 +13,9 @@ from lightning_batchmem.plan.objectives import objective_of
 from lightning_batchmem.plan.options import SearchOptions, bytes_in
 from lightning_batchmem.plan.records import mib
 from lightning_batchmem.script import Script
-from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
+from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, MOST_DEVICES, gpu_named
 from lightning_batchmem.simulated_gpu.launch import Outcome, World, kernels_of, run
 from lightning_batchmem.simulated_gpu.text import Table, text_of
-
-# No machine with more GPUs of one kind is common.
-_MOST_DEVICES = 8
 
 
 def with_program_as_list(words: list[str]) -> list[str]:
@@ -125,9 +122,9 @@ def worlds_of(devices: str | None, nodes: int | None, nccl: str | None) -> list[
     if not all(number.isdecimal() and int(number) for number in numbers):
         raise ValueError(f"devices must be numbers such as 8 or 1,2,4,8, got {devices!r:.80}")
     most = max(map(int, numbers))
-    if most > _MOST_DEVICES:
+    if most > MOST_DEVICES:
         raise ValueError(
-            f"devices must be at most {_MOST_DEVICES}, which are those of a node, got {most}; use"
+            f"devices must be at most {MOST_DEVICES}, which are those of a node, got {most}; use"
             " --nodes for more"
         )
     return [World(int(number), nodes, nccl_bytes) for number in numbers]

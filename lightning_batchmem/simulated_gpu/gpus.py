@@ -31,6 +31,9 @@ _OLDEST_CAPABILITY_WITH_NVLS = (9, 0)
 # GPUs of workstations, which NVSwitch does not connect.
 _FIRST_CAPABILITY_WITHOUT_NVLS = (11, 0)
 
+MOST_DEVICES = 8
+"""GPUs of a node. No machine with more of one kind is common."""
+
 # The stub reserves the memory of the device in the addresses of the process, and a process on
 # x86-64 Linux has 47 bits of them.
 _ADDRESS_SPACE_BYTES = 2**47

@@ -37,8 +37,8 @@ _TO_ONE_RANK = frozenset({"send", "recv_", "recv_any_source_", "isend", "irecv",
 
 _ALL_TO_ALL = frozenset({"alltoall_", "alltoall_base_", "all_to_all_single"})
 # Torch copies what they receive out of one tensor, or what they send into one.
-_LISTED = frozenset({"allgather_", "gather_"})
-_NOT_WRITTEN = frozenset({"allgather_coalesced_", "all_reduce_coalesced", "reduce_scatter_"})
+_LISTED = frozenset({"allgather_", "gather_", "scatter_"})
+_NOT_WRITTEN = frozenset({"all_reduce_coalesced", "reduce_scatter_"})
 _COPYING = frozenset({"all_reduce", "broadcast"})
 
 Refuse = Callable[[str], object]
@@ -167,22 +167,22 @@ class Exchanges:
             func = getattr(torch.ops._c10d_functional, f"{name}_").default
             args = (_copy_of(args[0]), *args[1:])
         result = func(*args, **kwargs)
-        if name == "scatter_":
-            _receive_first(*args[:2])
-            return result
         # What this rank sends comes last, behind arguments with a name.
         groups = [group for group in map(_tensors_of, (*kwargs.values(), *args)) if group]
-        sent = groups[-1]
+        is_listed = name in _LISTED
+        # Of a scatter, another rank may send.
+        sent = _tensors_of(args[1]) if is_listed else groups[-1]
         # Of exchanges in place there is no other argument.
         received = _tensors_of(result) or _tensors_of(groups[:-1]) or sent
-        may_know = all(map(is_known, sent)) and self._writes_values(name, [*sent, *received])
+        is_sent = len(sent) > 0 and all(map(is_known, sent))
+        may_know = is_sent and self._writes_values(name, [*sent, *received])
         for tensor in received:
             if may_know and is_writable(tensor, overwrites=True):
                 make_known(tensor)
             else:
                 mark_unknown(tensor)
-        # Torch copies them out of one tensor, on the device. Another rank may gather instead.
-        if may_know and name in _LISTED and args[0]:
+        if may_know and is_listed:
+            # Torch copies them on the device. A rank that scatters keeps the first one.
             source = host_view(sent[0])
             for output in received:
                 # The others send something else if it is larger or smaller.
@@ -212,17 +212,6 @@ class Exchanges:
             return True
         is_small = all(one.nbytes <= MOST_BYTES for one in tensors)
         return is_small and name not in (*_ALL_TO_ALL, *_NOT_WRITTEN)
-
-
-def _receive_first(outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
-    """The first rank receives the first of the tensors that it scatters itself."""
-    for output in outputs:
-        mark_unknown(output)
-    # Without inputs another rank scatters.
-    for output, (first, *_) in zip(outputs, inputs, strict=False):
-        is_small_enough = first.nbytes <= MOST_BYTES
-        if is_known(first) and is_small_enough and is_writable(output, overwrites=True):
-            make_known(output, host_view(first))
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

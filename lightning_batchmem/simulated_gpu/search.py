@@ -41,6 +41,7 @@ from lightning_batchmem.search.compiled import compiled_frames
 from lightning_batchmem.search.kept_trials import KeptTrials, ended_in_trial, trials_path
 from lightning_batchmem.search.ranks import Ranks
 from lightning_batchmem.search.search import NothingFitsError
+from lightning_batchmem.simulated_gpu.gpus import MOST_DEVICES
 from lightning_batchmem.simulated_gpu.ranks import (
     EqualRanks,
     GatheredWeights,
@@ -50,8 +51,6 @@ from lightning_batchmem.simulated_gpu.ranks import (
 from lightning_batchmem.state.saved_storages import SavedStorages
 
 MEMORY_TEST = "memory_test"
-MOST_DEVICES = 8
-"""Simulated GPUs of a node."""
 
 # The process ends after its search, so nobody needs its weights and its data again. Small buffers
 # may decide what a step does: counters, and places in a memory bank.
