@@ -19,7 +19,7 @@ from lightning_batchmem.plan.options import bytes_in
 CONTEXT_BYTES = 426 * 2**20
 CONTEXT_SOURCE = "unslothai/unsloth-zoo#1053, RTX 6000 Ada"
 
-# What NCCL takes for each communicator of two ranks, and of more, outside of torch's allocator.
+# What NCCL takes for each communicator, on two ranks and on more, outside of torch's allocator.
 # Source: NVIDIA/nccl#964 (one communicator on A100s, nvidia-smi). Others read 484 MiB
 # (NVIDIA/nccl#2366, RTX 3090) and 1.6 GB (NVIDIA/nccl#864).
 _NCCL_BYTES_OF_TWO = 544 * 2**20

@@ -210,8 +210,11 @@ class Exchanges:
         # A group of one rank really copies.
         if distributed.get_world_size() == 1 and distributed.get_backend() == "gloo":
             return True
-        is_small = all(one.nbytes <= MOST_BYTES for one in tensors)
-        return is_small and name not in (*_ALL_TO_ALL, *_NOT_WRITTEN)
+        if name in _LISTED and all(one.dtype == torch.uint8 for one in tensors):
+            # Objects of the program.
+            return all(map(is_small, tensors))
+        has_values = all(one.nbytes <= MOST_BYTES for one in tensors)
+        return has_values and name not in (*_ALL_TO_ALL, *_NOT_WRITTEN)
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def test_values_are_those_of_equal_ranks():
         "functional gather": OWN * RANKS,
         "uneven": OWN,
         "objects": [{"rank": 0}] * RANKS,
+        "bytes of large objects": [3 * 2**20] * RANKS,
         "scattered object": [{"for": 0}],
         "scatter": [0.0, 1.0],
         "host": [8.0],

@@ -72,6 +72,9 @@ def values() -> dict[str, Any]:
     objects: list[Any] = [None] * RANKS
     distributed.all_gather_object(objects, {"rank": 0})
     found["objects"] = objects
+    large: list[Any] = [None] * RANKS
+    distributed.all_gather_object(large, b"x" * 3 * MOST_BYTES)
+    found["bytes of large objects"] = [len(one) for one in large]
     received: list[Any] = [None]
     # As under DDP, where no backend has the tensors of the host.
     on_devices = distributed.new_group(backend="nccl")
