@@ -32,16 +32,21 @@ import resource
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
-
-from benchmarks.common import ROOT, command_line, machine, markdown, one_line, write_page
-from benchmarks.published_memory import MIB, OUT_OF_MEMORY, RESULTS, UNIT_BYTES, variables_of
+from benchmarks.common import ROOT, command_line, machine, markdown, write_page
+from benchmarks.published_memory import (
+    MIB,
+    OUT_OF_MEMORY,
+    RESULTS,
+    UNIT_BYTES,
+    peaks_of,
+    variables_of,
+)
 from lightning_batchmem.simulated_gpu.gpus import gpu_named, nccl_bytes
 
 ROWS = ROOT / "benchmarks" / "published" / "devices.json"
@@ -263,20 +268,7 @@ def _trained(kind: str, ranks: int, settings: Mapping[str, Any]) -> dict[str, An
         set_rank_variables(min(ranks, DEVICES_OF_A_NODE), ranks)
         meet_nobody(ranks)
     Values().enter()
-    found: dict[str, Any] = {}
-    try:
-        more = KINDS[kind](**settings) or {}
-        found = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-            **more,
-        }
-    except torch.OutOfMemoryError:
-        found = {"error": OUT_OF_MEMORY}
-    # A row that ends with an error is a row of the table.
-    except Exception as error:  # noqa: BLE001
-        traceback.print_exc()
-        found = {"error": one_line(error)}
+    found = peaks_of(partial(KINDS[kind], **settings))
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {**found, "cpu_seconds": time.process_time(), "host_gib": host_gib}
 

@@ -36,9 +36,10 @@ import statistics
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -238,25 +239,30 @@ def run_trainings() -> None:
                 error = f"the training ended with {os.waitstatus_to_exitcode(status)}"
                 print(json.dumps({"error": error}), flush=True)
             continue
-        peaks: dict[str, Any] = {}
         values = Values()
         # What a rank sends has no values here, and FSDP2 has its own dispatch.
         if kind != "shard":
             values.enter()
-        try:
-            KINDS[kind](**settings)
-            peaks = {
-                "allocated": torch.cuda.max_memory_allocated(),
-                "reserved": torch.cuda.max_memory_reserved(),
-            }
-        except torch.OutOfMemoryError:
-            peaks = {"error": OUT_OF_MEMORY}
-        # A row that ends with an error is a row of the table.
-        except Exception as error:  # noqa: BLE001
-            traceback.print_exc()
-            peaks = {"error": one_line(error)}
+        peaks = peaks_of(partial(KINDS[kind], **settings))
         print(json.dumps({**peaks, "settings": settings}), flush=True)
         os._exit(0)
+
+
+def peaks_of(train: Callable[[], Mapping[str, Any] | None]) -> dict[str, Any]:
+    """The peaks of a training in this process, with what it returns, or why there are none."""
+    try:
+        more = train() or {}
+    except torch.OutOfMemoryError:
+        return {"error": OUT_OF_MEMORY}
+    # A row that ends with an error is a row of the table.
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return {"error": one_line(error)}
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        **more,
+    }
 
 
 def columns(known: Compared) -> dict[str, str]:

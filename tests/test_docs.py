@@ -168,7 +168,7 @@ def test_pages_are_short():
     lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
     assert lines.pop("README.md") <= 120
     assert len(lines) <= 17
-    assert sum(lines.values()) <= 1_366
+    assert sum(lines.values()) <= 1_367
 
 
 def test_no_code_is_wider_than_the_column_of_the_site():

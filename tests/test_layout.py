@@ -121,7 +121,7 @@ def test_sizes():
     assert [str(path) for path in FILES if count_statements(path) > 230] == []
     # What belongs to the simulated GPU is apart: nobody needs it to read a search.
     simulated = [path for path in FILES if "simulated_gpu" in path.parts]
-    assert sum(map(count_tokens, simulated)) <= 20_164
+    assert sum(map(count_tokens, simulated)) <= 20_186
     assert sum(map(count_tokens, FILES)) - sum(map(count_tokens, simulated)) <= 107_725
 
 
@@ -184,10 +184,7 @@ ASSIGNED = {
         "torch.autograd.backward",
     },
     "simulated_gpu/ranks.py": {"nccl_bytes.restype"},
-    "simulated_gpu/one_rank.py": {
-        "c10d.ProcessGroup.monitored_barrier",
-        "c10d.ProcessGroupGloo",
-    },
+    "simulated_gpu/one_rank.py": {"c10d.ProcessGroup.monitored_barrier"},
     # A second way to make an object.
     "batch_finder.py": {"finder._is_optional"},
     "memory_profiler.py": {"profiler._options"},

@@ -157,7 +157,7 @@ class StageProgram(Program):
 
     def without_synchronization(self) -> AbstractContextManager[None]:
         if self.steps_are_collective:
-            # There is no such step.
+            # Where the other ranks do not exist, these steps run with their collectives.
             return nullcontext()
         return without_synchronization(self.trainer)
 

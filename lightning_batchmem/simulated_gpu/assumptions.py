@@ -111,8 +111,7 @@ def _is_decided() -> bool:
         package = path.partition("-packages" + os.sep)[2].partition(os.sep)[0]
         if package in _CHECKING or path.endswith(_SYNC_BATCH_NORM):
             return True
-        is_project = not package and not path.startswith(_PLACES)
-        if is_project or package not in ("", "torch"):
+        if is_of_project(path) or package not in ("", "torch"):
             return False
         frame = frame.f_back
     return False
@@ -120,6 +119,7 @@ def _is_decided() -> bool:
 
 MOST_READS = 1000
 MOST_SECONDS = 20
+"""No line of a training reads this many unknown values in one step, in this much CPU time."""
 
 
 class Reads:

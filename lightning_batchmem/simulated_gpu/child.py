@@ -164,8 +164,8 @@ class Child:
             ):
                 self.refuse(
                     f"{self._request['target']} trains without Trainer.fit, or before it"
-                    f" ({loaded['assumptions'].project_line()}). Only Trainer.fit is planned, and"
-                    " the values of another training mean nothing. Leave it out, or search on the"
+                    f" ({loaded['assumptions'].project_line()}), and the values of that mean"
+                    " nothing. Leave it out, because only Trainer.fit is planned, or search on the"
                     " GPU itself with find_batch_size_of_loop"
                 )
 

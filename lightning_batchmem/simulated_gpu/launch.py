@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -159,33 +159,26 @@ def run(
         (Path(directory) / "output").open("w+", encoding="utf-8", errors="replace") as output,
     ):
         files = {name: Path(directory) / name for name in ("request", "result", "report", "plan")}
+        request = {
+            **asdict(program),
+            "options": dict(options),
+            "gpu": gpu.name,
+            "result": str(files["result"]),
+            "kept_plan": str(files["plan"]),
+        }
+        variables = {
+            **_variables(folder, gpu, context_bytes, files["report"]),
+            "CUDA_STUB_KERNELS": str(architecture),
+        }
         current = world
         for _ in range(_MOST_STARTS):
-            variables = {
-                **_variables(folder, gpu, context_bytes, files["report"]),
-                **_variables_of_ranks(gpu, current),
-                "CUDA_STUB_KERNELS": str(architecture),
-            }
-            request = {
-                **asdict(program),
-                **asdict(current),
-                "options": dict(options),
-                "gpu": gpu.name,
-                # Programs that the program starts get these values back.
-                "environment": {name: os.environ.get(name) for name in variables},
-                "result": str(files["result"]),
-                "kept_plan": str(files["plan"]),
-            }
-            files["request"].write_text(json.dumps(request), encoding="utf-8")
-            child = Path(__file__).with_name("child.py")
-            # The command is the user's own program.
-            code = subprocess.run(  # noqa: S603
-                [sys.executable, str(child), str(files["request"])],
-                env={**os.environ, **_settings(folder, current), **variables},
-                stdout=None if shows_output else output,
-                stderr=None if shows_output else output,
-                check=False,
-            ).returncode
+            code = _started(
+                {**request, **asdict(current)},
+                files["request"],
+                {**variables, **_variables_of_ranks(gpu, current)},
+                _settings(folder, current),
+                None if shows_output else output,
+            )
             again = _start_again(files["result"])
             if again is None:
                 break
@@ -198,6 +191,28 @@ def run(
             output.seek(0)
             sys.stderr.writelines(deque(output, _LAST_LINES))
         return outcome
+
+
+def _started(
+    request: Mapping[str, Any],
+    path: Path,
+    variables: Mapping[str, str],
+    settings: Mapping[str, str],
+    output: IO[str] | None,
+) -> int:
+    """Start the process with a request in a file, and return its exit code."""
+    # Programs that the program starts get these values back.
+    environment = {name: os.environ.get(name) for name in variables}
+    path.write_text(json.dumps({**request, "environment": environment}), encoding="utf-8")
+    child = Path(__file__).with_name("child.py")
+    # The command is the user's own program.
+    return subprocess.run(  # noqa: S603
+        [sys.executable, str(child), str(path)],
+        env={**os.environ, **settings, **variables},
+        stdout=output,
+        stderr=output,
+        check=False,
+    ).returncode
 
 
 def _start_again(path: Path) -> dict[str, int] | None:

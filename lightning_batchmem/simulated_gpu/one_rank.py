@@ -15,6 +15,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
@@ -52,17 +53,18 @@ def raise_refusal(sentence: str) -> NoReturn:
 def meet_nobody(ranks: int, refuse: Refuse = raise_refusal) -> None:
     """Let process groups of this many ranks be made without the others.
 
-    The private names used here are those of torch 2.13 and 2.14.
+    The private names used here are those of torch 2.14, the first that makes gloo by a plugin.
 
     Args:
         ranks: how many there are.
         refuse: ends the process with a sentence.
     """
-    # The fake process group is registered by its import.
-    from torch.testing._internal.distributed import fake_pg
-
-    fake_group: Any = fake_pg
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    if not hasattr(c10d.Backend, "_ensure_backend_registered"):
+        refuse(f"several GPUs are simulated with torch 2.14 or later, got {torch.__version__}")
+        return
+    # Its import registers the fake process group.
+    import_module("torch.testing._internal.distributed.fake_pg")
     store = vars(distributed)["HashStore"]()
 
     def meet(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
@@ -73,12 +75,7 @@ def meet_nobody(ranks: int, refuse: Refuse = raise_refusal) -> None:
     handlers = rendezvous._rendezvous_handlers
     handlers.update(dict.fromkeys(handlers, meet))
 
-    def fake_gloo(_: Any, rank: int, size: int, timeout: Any = None) -> Any:
-        return fake_group.FakeProcessGroup._create_internal(rank, size, None)
-
-    # torch 2.14 makes gloo by a plugin, and 2.13 by this class.
     c10d.Backend._plugins["GLOO"] = c10d.Backend._plugins["FAKE"]
-    c10d.ProcessGroupGloo = fake_gloo
     replaced = {
         "init_process_group": _without_device(c10d.init_process_group),
         "all_reduce": _with_sums(c10d.all_reduce),

@@ -218,19 +218,18 @@ _ALL = "all {:,} are assumed"
 _MASKED = (
     "With fewer in your data a larger size fits: set a bound, as in x[mask.nonzero()[:bound, 0]]."
 )
-_TOO_SMALL = "With fewer in your data a larger size fits: search again on the GPU."
-_TOO_LARGE = "With more in your data this size may not fit: search again on the GPU."
+_OTHERWISE = "With another number in your data another size fits: search again on the GPU."
 
 SHAPES: Mapping[str, tuple[str, str, Callable[[Any, Any], Assumed]]] = {
     "nonzero": ("A number of elements", _MASKED, _all_elements),
-    "repeat_interleave": ("A number of repetitions", _TOO_LARGE, _one_each),
-    "bincount": ("The length of bincount", _TOO_LARGE, _shortest_counts),
+    "repeat_interleave": ("A number of repetitions", _OTHERWISE, _one_each),
+    "bincount": ("The length of bincount", _OTHERWISE, _shortest_counts),
     **dict.fromkeys(
         ("_unique2", "_unique", "unique_consecutive"),
-        ("The number of values of torch.unique", _TOO_LARGE, _unique_values),
+        ("The number of values of torch.unique", _OTHERWISE, _unique_values),
     ),
-    "unique_dim": ("The number of slices of torch.unique", _TOO_SMALL, _unique_rows),
-    "nms": ("The number of boxes", _TOO_SMALL, _all_boxes),
+    "unique_dim": ("The number of slices of torch.unique", _OTHERWISE, _unique_rows),
+    "nms": ("The number of boxes", _OTHERWISE, _all_boxes),
     # Kernels of these read values too: whether weights are valid, how many differ, their limits.
     "multinomial": ("", "", _drawn),
     "isin": ("", "", _members),

@@ -121,7 +121,7 @@ for _ in range(3):
 
 def test_a_training_on_the_device_without_fit_ends_after_its_first_step(run):
     process, result = run(PRETRAIN.format(on_device=True))
-    start = "train.py trains without Trainer.fit, or before it (train.py:11: optimizer.step())."
+    start = "train.py trains without Trainer.fit, or before it (train.py:11: optimizer.step()), and"
     assert result["error"].startswith(start)
     assert "stepped" not in process.stdout
 
