@@ -17,7 +17,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from lightning_batchmem._version import __version__
-from lightning_batchmem.comparison import Make, check_one_device, make_trainer, restored_process
+from lightning_batchmem.comparison import (
+    Make,
+    check_make,
+    check_one_device,
+    make_trainer,
+    restored_process,
+)
 from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.find import SearchOnly
@@ -118,9 +124,12 @@ def assert_memory(
         >>> from lightning_batchmem import assert_memory
         >>> assert_memory(make, "memory.json", tolerance=0.01)  # doctest: +SKIP
     """
+    check_make(make)
     path = Path(reference)
     if not path.exists():
-        function = getattr(make, "__qualname__", "MAKE")
+        name = getattr(make, "__qualname__", "")
+        # The command finds neither a lambda nor a function in another one.
+        function = name if name.isidentifier() else "MAKE"
         options = "".join(f" --trainer.{name}={value}" for name, value in (base or {}).items())
         raise AssertionError(
             f"{path} does not exist. Write it with: python -m lightning_batchmem check"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch.nn import Module
 
 from lightning_batchmem._lightning.trainer_state import in_every_package, lightning_name
 from lightning_batchmem.batch_finder import BatchFinder
@@ -164,6 +165,7 @@ def compare(
         >>> from lightning_batchmem import compare
         >>> print(compare(make, memory_limit="20GiB"))  # doctest: +SKIP
     """
+    check_make(make)
     # Variants are compared by what fits.
     options = {"objective": "memory", **options}
     # BatchFinder raises an error for wrong options.
@@ -195,15 +197,22 @@ def _settings(variants: object, base: Mapping[str, Any]) -> dict[str, dict[str, 
 
 def function_named(target: str) -> Make:
     """The function ``make`` with the name ``module:name``."""
-    make = object_named(target)
-    if not callable(make):
-        raise ValueError(f"make must be a function, got {type(make).__name__} {target}")
+    make: Make = object_named(target)
+    check_make(make)
+    return make
+
+
+def check_make(make: Make) -> None:
+    """Raise a ValueError unless this is a function without arguments."""
+    if isinstance(make, Module) or not callable(make):
+        raise ValueError(
+            "make must be a function that returns the module, such as lambda: MyModule(), got an"
+            f" object of {type(make).__name__}"
+        )
     try:
         inspect.signature(make).bind()
     except TypeError as error:
         raise ValueError(f"make must be a function without arguments: {error}") from error
-    function: Make = make
-    return function
 
 
 def is_one_device(devices: object) -> bool:

@@ -311,6 +311,16 @@ def test_without_a_file_it_fails_with_the_command_that_writes_it(tmp_path):
     assert_memory(make, path, base={"precision": "bf16-mixed"})
 
 
+def test_an_object_and_a_function_without_a_name(tmp_path):
+    path = tmp_path / "memory.json"
+    module, *_ = make()
+    message = r"such as lambda: MyModule\(\), got an object of " + type(module).__name__
+    with pytest.raises(ValueError, match=message):
+        assert_memory(module, path)
+    with pytest.raises(AssertionError, match=f"check {__name__}:MAKE --reference "):
+        assert_memory(lambda: None, path)
+
+
 def test_a_reference_of_a_simulated_gpu_is_not_one_of_the_host(tmp_path):
     path = tmp_path / "memory.json"
     path.write_text(to_json(replace(MEMORY, device="simulated RTX-4090")))

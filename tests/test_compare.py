@@ -226,6 +226,20 @@ def test_wrong_arguments():
 
 
 @pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (BoringModel(), "make must be a function that returns .*, got an object of BoringModel"),
+        ((BoringModel(), None), "make must be a function .*, got an object of tuple"),
+        (lambda size: size, "make must be a function without arguments: missing .* 'size'"),
+    ],
+)
+def test_what_makes_no_module_is_an_error_before_anything_runs(wrong, message, capsys):
+    with pytest.raises(ValueError, match=message):
+        compare(wrong)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("variants", "message"),
     [
         (["plain"], "variants must be a dictionary, got list"),

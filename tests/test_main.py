@@ -458,7 +458,7 @@ def error_of(arguments, capsys):
         ("find my_project:make --trainer 1", 'Parser key "trainer"'),
         ("find my_project:make --trainer.foo=1", "unexpected keyword argument 'foo'"),
         ("find my_project:make --trainer.accelerator=banana", "banana"),
-        ("find my_project:variants", "make must be a function, got dict"),
+        ("find my_project:variants", "such as lambda: MyModule(), got an object of dict"),
         ("find my_project:make --out no/plan.json", "no/plan.json must be a file in an existing"),
         ("find my_project:make --out .", ". must be a file in an existing directory"),
         ("compare my_project:make --variants make", "variants must be a dictionary, got function"),
