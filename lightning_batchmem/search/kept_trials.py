@@ -88,8 +88,7 @@ class KeptTrials:
             The trials; one that has not ended is out of memory.
 
         Raises:
-            OSError: if the file cannot be written.
-            ValueError: if it is not a file of trials.
+            ValueError: if the file cannot be written, or is not a file of trials.
         """
         question = f"{__version__}; {self._training}; {question}"
         content, text = self._ranks.exchange(self._read(question))[0]
@@ -177,10 +176,15 @@ class KeptTrials:
         path = self._path
         if path is None or self._ranks.rank > 0:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.new")
-        unfinished.write_text(to_json(content), encoding="utf-8")
-        unfinished.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(to_json(content), encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be written ({error}). Name another file for the plan."
+            ) from error
 
 
 def _ended_in(trials: tuple[Trial, ...]) -> tuple[Trial, ...]:

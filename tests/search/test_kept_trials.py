@@ -167,7 +167,8 @@ def test_another_file_stays_and_is_an_error(path, text):
 
 def test_a_directory_that_cannot_be_written_is_an_error(path):
     path.parent.write_text("")
-    with pytest.raises(OSError, match="runs"):
+    message = r"plan\.json\.trials cannot be written \(.*runs'\)\. Name another file for the plan\."
+    with pytest.raises(ValueError, match=message):
         kept_in(path)
 
 
