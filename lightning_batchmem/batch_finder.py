@@ -50,8 +50,8 @@ from lightning_batchmem.plan.options import (
     Objective,
     SearchOptions,
     WorstCase,
+    check_runs,
     check_switches,
-    check_then,
     names_our_arguments,
 )
 from lightning_batchmem.plan.plan import Plan, check_plan
@@ -208,18 +208,13 @@ class BatchFinder(Callback):
             lr_scaling=lr_scaling,
             budget=budget,
         )
-        if not isinstance(search_on_resume, bool) and search_on_resume != "if_changed":
-            raise ValueError(
-                'search_on_resume must be True, False or "if_changed", got'
-                f" {search_on_resume!r:.80}"
-            )
         check_switches(verbose=verbose, apply=apply)
         self.later: Later | None = later_function(later)
         self._search_on_resume = search_on_resume
         self._verbose = verbose
         check_plan(plan)
         self._given_plan = plan
-        check_then(then, plan, apply=apply)
+        check_runs(search_on_resume, then, plan, apply=apply)
         self.runs: Literal["both", "search", "training"] = "training" if apply else "both"
         if then == "exit":
             self.runs = "search"
@@ -362,10 +357,9 @@ class BatchFinder(Callback):
 
     def _search_only(self, trainer: Trainer, module: LightningModule, path: Path) -> NoReturn:
         """Search without restoring anything, write the plan, and end the process."""
-        ranks = self._run.ranks
         try:
-            with ranks.fail_together():
-                kept = KeptTrials(ranks, trials_path(path), strategy_text(trainer))
+            with self._run.ranks.fail_together():
+                kept = KeptTrials(self._run.ranks, trials_path(path), strategy_text(trainer))
                 search = self._search_in(trainer, self.options, kept=kept)
                 plan = find_plan(search, lambda: self._setting(trainer, module), path)
                 self._report(trainer, plan)
@@ -377,12 +371,13 @@ class BatchFinder(Callback):
     def _apply(self, trainer: Trainer, module: LightningModule) -> None:
         """Set what the plan has, before loaders, engine and optimizers exist."""
         run = self._run
-        # There is one, as the arguments were checked.
-        given = self._given_plan or ""
         with run.warned_of_error() as without_plan:
             with run.ranks.fail_together():
                 search = self._search_in(trainer, self.options)
-                applied, setting = apply_given_plan(search, module, given, run.undo, without_plan)
+                # There is a plan, as the arguments were checked.
+                applied, setting = apply_given_plan(
+                    search, module, self._given_plan or "", run.undo, without_plan
+                )
             run.begin_training(applied, setting.owners)
             # The setup of the module, which runs next, may set the size too.
             write_again = partial(setting.write, applied.batch_size)
@@ -489,12 +484,11 @@ class BatchFinder(Callback):
         earlier: Plan | None = None,
         kept: KeptTrials | None = None,
     ) -> TrainerSearch:
-        device = trainer.strategy.root_device
-        device_memory = self.device_memory(device)
+        device_memory = self.device_memory(trainer.strategy.root_device)
         if device_memory is None:
             raise ValueError(
-                f"BatchFinder cannot search, because {device.type} or its allocator counts"
-                " no peak memory. Set the batch size by hand."
+                f"BatchFinder cannot search, because {trainer.strategy.root_device.type} or its"
+                " allocator counts no peak memory. Set the batch size by hand."
             )
         return TrainerSearch(
             trainer,

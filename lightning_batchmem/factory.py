@@ -6,7 +6,6 @@ Lightning calls the entry points in every Trainer, so this module imports little
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -88,14 +87,11 @@ def _callbacks_of_setting(finder_class: Any, profiler_class: Any) -> list[Any]:
         raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r:.80}")
     first_class, *other_classes = classes_by_word[word]
     options = parse_options(texts.split(",") if texts else ())
-    names = list(inspect.signature(first_class).parameters)
-    for name in options:
-        if name not in names:
-            raise ValueError(
-                f"{VARIABLE}={word} must have options of {first_class.__name__}"
-                f" ({', '.join(names)}), got {name!r:.80}"
-            )
     if word == "apply":
         options["apply"] = True
-    # A script that runs without the variable has to run with it too.
-    return [first_class.optional(**options), *(kind.optional() for kind in other_classes)]
+    try:
+        # A script that runs without the variable has to run with it too.
+        first = first_class.optional(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{VARIABLE}={word}: {error}") from error
+    return [first, *(kind.optional() for kind in other_classes)]

@@ -21,7 +21,7 @@ from lightning_batchmem.devices.foreign_values import add_note, begin_run, error
 from lightning_batchmem.devices.oom_snapshot import start_snapshot
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.figures import plot_memory_over_steps
-from lightning_batchmem.plan.options import check_switches
+from lightning_batchmem.plan.options import check_switches, names_our_arguments
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.columns import read_rows
@@ -96,6 +96,7 @@ class MemoryProfiler(Callback):
         >>> profiler.summary  # doctest: +SKIP
     """
 
+    @names_our_arguments
     def __init__(
         self,
         *,
@@ -348,7 +349,10 @@ class MemoryProfiler(Callback):
                 folder = RunFolder(self._log_dir)
             # The training goes on without files.
             except OSError as error:
-                rank_zero_warn(f"MemoryProfiler writes no {CSV_NAME}: {error}")
+                rank_zero_warn(
+                    f"MemoryProfiler writes no {CSV_NAME}: {error}. Give the Trainer another"
+                    " default_root_dir, or pass csv=False."
+                )
         self._csv_path = None if folder is None else folder.path
         snapshot = None
         if self._snapshot_when is not None and (

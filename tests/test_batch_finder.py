@@ -31,6 +31,7 @@ from lightning_batchmem._lightning import finder_run
 from lightning_batchmem._lightning.errors import reason_of
 from lightning_batchmem._lightning.trainer_state import trains_no_more
 from lightning_batchmem.devices.host import HostMemory
+from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.policy import SearchPolicy, StepPolicy
 from tests.helpers.lawful import (
     MIB,
@@ -1106,12 +1107,21 @@ def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, de
     ],
 )
 def test_arguments_of_lightnings_finder_are_refused_with_ours(arguments, advice):
-    with pytest.raises(TypeError, match=f"which Lightning's BatchSizeFinder has.*{advice}"):
+    (name, *_) = arguments
+    with pytest.raises(TypeError, match=rf"BatchFinder has no argument {name}\. .*{advice}"):
         BatchFinder(**arguments, objective="memory")
 
 
-def test_other_arguments_and_the_signature_are_those_of_python():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+def test_other_arguments_are_refused_with_the_nearest_name():
+    with pytest.raises(TypeError, match=r"no argument max_size\. Did you mean max_batch_size\?$"):
+        BatchFinder(max_size=64)
+    with pytest.raises(TypeError, match=r"no argument speed\. It has objective, .*, apply\.$"):
         BatchFinder(speed=3, objective="memory")
+    message = r"takes its arguments by name, such as objective=\.\.\., got 'binsearch'$"
+    with pytest.raises(TypeError, match=message):
+        BatchFinder("binsearch")
+    # A subclass of this package has the name that the user knows.
+    with pytest.raises(TypeError, match=r"^BatchFinder has no argument max_size\."):
+        SearchOnly(max_size=64)
     names = list(inspect.signature(BatchFinder).parameters)
     assert names[:2] == ["objective", "memory_limit"]

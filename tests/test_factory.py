@@ -124,14 +124,18 @@ def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
     [
         ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", "apply", got \'search\''),
         (
-            "find:limit=3",
-            "must have options of BatchFinder .objective, memory_limit, .*, got 'limit'",
+            "find:max_size=3",
+            "=find: BatchFinder has no argument max_size. Did you mean max_batch_size[?]",
         ),
         ("find:memory_limit", "options must be NAME=VALUE, got 'memory_limit'"),
-        ("find:max_batch_size=0", "max_batch_size must be a whole number of at least 1, got 0"),
+        (
+            "find:max_batch_size=0",
+            "BATCHMEM=find: max_batch_size must be a whole number of at least 1, got 0",
+        ),
+        ("apply", "BATCHMEM=apply: apply=True must come with a plan"),
         ("find:verbose=maybe", "verbose must be True or False, got 'maybe'"),
         ("profile:csv=no", "csv must be True or False, got 'no'"),
-        ("profile:memory_limit=3", "must have options of MemoryProfiler .*, got 'memory_limit'"),
+        ("profile:memory_limit=3", "=profile: MemoryProfiler has no argument memory_limit. It has"),
     ],
 )
 def test_a_wrong_value(value, message, monkeypatch):

@@ -1448,13 +1448,21 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_arguments_without_their_names():
+    with pytest.raises(TypeError, match=r"takes its arguments by name, such as csv=\.\.\., got 3"):
+        MemoryProfiler(3)
+    with pytest.raises(TypeError, match=r"no argument module\. Did you mean modules\?"):
+        MemoryProfiler(module=True)
+
+
 def test_a_training_goes_on_where_the_log_directory_cannot_be_made(tmp_path, device_memory):
     directory = tmp_path / "logs"
     # A file is there by then.
     remove = At(on_fit_start=lambda *_: directory.touch())
     profiler = MemoryProfiler()
     trainer = trainer_for(directory, profiler, remove)
-    with pytest.warns(UserWarning, match=r"writes no memory_per_batch\.csv: .*Not a directory"):
+    message = r"writes no memory_per_batch\.csv: .*Not a directory.* Give the Trainer another"
+    with pytest.warns(UserWarning, match=message):
         trainer.fit(Net(), data())
     assert trainer.global_step > 0
     assert profiler.summary is not None

@@ -45,7 +45,7 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
     ):
         raise ValueError(
             "callbacks must have one BatchFinder or one BatchSizeFinder of Lightning, got both."
-            " Remove the BatchSizeFinder"
+            " Remove the BatchSizeFinder, or do not call Tuner.scale_batch_size."
         )
     if options.target_batch_size is None:
         return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
@@ -54,23 +56,33 @@ _OF_LIGHTNING = {
 
 
 def names_our_arguments(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Refuse the arguments of Lightning's finder with a sentence that has ours."""
+    """Refuse an argument without a name, or with an unknown one, with a sentence that has ours."""
+    kind = init.__qualname__.partition(".")[0]
+    _, *names = inspect.signature(init).parameters
 
     @functools.wraps(init)
     def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> None:
-        for name, advice in _OF_LIGHTNING.items():
-            if name in keywords:
-                raise TypeError(
-                    f"BatchFinder has no argument {name}, which Lightning's BatchSizeFinder has."
-                    f" {advice}"
-                )
+        if len(arguments) > 1:
+            raise TypeError(
+                f"{kind} takes its arguments by name, such as {names[0]}=..., got"
+                f" {arguments[1]!r:.80}"
+            )
+        for name in keywords:
+            if name not in names:
+                near = get_close_matches(name, names, n=1)
+                advice = f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
+                raise TypeError(f"{kind} has no argument {name}. {_OF_LIGHTNING.get(name, advice)}")
         init(*arguments, **keywords)
 
     return checked
 
 
-def check_then(then: object, plan: object, *, apply: bool) -> None:
-    """Raise a ValueError unless what follows the search is possible with this plan."""
+def check_runs(search_on_resume: object, then: object, plan: object, *, apply: bool) -> None:
+    """Raise a ValueError unless what a process runs is possible with this plan."""
+    if not isinstance(search_on_resume, bool) and search_on_resume != "if_changed":
+        raise ValueError(
+            f'search_on_resume must be True, False or "if_changed", got {search_on_resume!r:.80}'
+        )
     if then not in ("train", "exit"):
         raise ValueError(f'then must be "train" or "exit", got {then!r:.80}')
     if apply and (plan is None or then == "exit"):
@@ -259,9 +271,10 @@ def _check_not_gib(memory_limit: object) -> None:
     if isinstance(memory_limit, Real) and 1 < float(memory_limit) <= _LEAST_LIMIT_BYTES:
         number = int(float(memory_limit))
         unit = "GiB" if number <= 1024 else "MiB"
+        share = f' or "{number}%"' if number <= 100 else ""
         raise ValueError(
             "memory_limit must be a number of bytes that a process fits into, got"
-            f' {number:,}; did you mean "{number}{unit}"?'
+            f' {number:,}; did you mean "{number}{unit}"{share}?'
         )
 
 

@@ -40,10 +40,17 @@ def test_memory_limit_in_bytes(memory_limit, expected):
 
 
 @pytest.mark.parametrize(
-    ("value", "meant"), [(2, "2GiB"), (20, "20GiB"), (20.0, "20GiB"), (2**20, "1048576MiB")]
+    ("value", "meant"),
+    [
+        (2, '"2GiB" or "2%"'),
+        (90.0, '"90GiB" or "90%"'),
+        (100, '"100GiB" or "100%"'),
+        (101, '"101GiB"'),
+        (2**20, '"1048576MiB"'),
+    ],
 )
 def test_a_number_that_is_no_number_of_bytes_is_refused(value, meant):
-    with pytest.raises(ValueError, match=f'got {int(value):,}; did you mean "{meant}"'):
+    with pytest.raises(ValueError, match=f"got {int(value):,}; did you mean {meant}[?]$"):
         SearchOptions(memory_limit=value)
     assert SearchOptions(memory_limit=2**20 + 1).memory_limit == 2**20 + 1
     assert SearchOptions(memory_limit=1).memory_limit == 1
