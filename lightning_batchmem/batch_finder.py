@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -38,6 +38,7 @@ from lightning_batchmem._lightning.trainer_search import TrainerSearch
 from lightning_batchmem._lightning.trainer_state import (
     callbacks_of,
     is_fast_dev_run,
+    is_one_of_several,
     set_callbacks,
     trains_no_more,
 )
@@ -244,8 +245,16 @@ class BatchFinder(Callback):
         """Return the memory that a search uses; override it to search on another kind of device."""
         return device_memory_for(device)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(
+        self,
+        trainer: Trainer,
+        # Lightning leaves it out where it calls the function of a class.
+        pl_module: LightningModule = None,  # type: ignore[assignment]
+        stage: str = "",
+    ) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
+        if is_one_of_several(self, trainer):
+            raise ValueError("callbacks must have one BatchFinder, got several. Remove the others.")
         warn_of_untested_torch()
         begin_run()
         # An earlier run may have ended without a teardown.
@@ -411,6 +420,10 @@ class BatchFinder(Callback):
         if self._plan_of_fit is None:
             return {}
         return {"plan": json.loads(self._plan_of_fit.to_json())}
+
+    # Lightning takes it for its own method, and does not look for two states under one key: its
+    # error would not say what to do, as `setup` does.
+    update_wrapper(state_dict, Callback.state_dict, assigned=())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Read the plan of a checkpoint, with which a resumed ``fit`` continues."""

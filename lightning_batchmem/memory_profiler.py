@@ -14,7 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_batchmem._lightning.profiled_stage import log_dir_of
-from lightning_batchmem._lightning.trainer_state import is_fast_dev_run, stop_progress_bar
+from lightning_batchmem._lightning.trainer_state import (
+    is_fast_dev_run,
+    is_one_of_several,
+    stop_progress_bar,
+)
 from lightning_batchmem.devices import device_memory_for
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.foreign_values import add_note, begin_run, error_text, value_or_none
@@ -210,8 +214,19 @@ class MemoryProfiler(Callback):
         """
         return device_memory_for(device, quick=True)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(
+        self,
+        trainer: Trainer,
+        # Lightning leaves it out where it calls the function of a class.
+        pl_module: LightningModule = None,  # type: ignore[assignment]
+        stage: str = "",
+    ) -> None:
         """Find the log directory, and begin the peak before the first step."""
+        if is_one_of_several(self, trainer):
+            rank_zero_warn(
+                "The Trainer has several MemoryProfilers, which measure and print the same. Remove"
+                " all but one."
+            )
         begin_run()
         self._run = None
         self._summary = None

@@ -1125,3 +1125,11 @@ def test_other_arguments_are_refused_with_the_nearest_name():
         SearchOnly(max_size=64)
     names = list(inspect.signature(BatchFinder).parameters)
     assert names[:2] == ["objective", "memory_limit"]
+
+
+def test_two_finders_are_refused_with_a_sentence(fit, device):
+    module = Lawful(device, law)
+    finders = BatchFinder(), BatchFinder(max_batch_size=8)
+    with pytest.raises(ValueError, match=r"one BatchFinder, got several\. Remove the others\.$"):
+        fit(module, finders[0], device, finders[1])
+    assert module.sizes == []

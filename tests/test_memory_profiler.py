@@ -1448,6 +1448,17 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_file(tmp_path, device_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_class_among_the_callbacks_is_named(tmp_path):
+    trainer = trainer_for(tmp_path, At())
+    # Lightning 2.5 refuses a class in __init__, without a sentence for the user.
+    trainer.callbacks += [MemoryProfiler, BatchFinder]
+    with pytest.raises(ValueError, match=r"write BatchFinder\(\) or MemoryProfiler\(\)"):
+        trainer.fit(Net(), data())
+    trainer.callbacks += [BatchFinder]
+    with pytest.raises(ValueError, match=r"write BatchFinder\(\) or MemoryProfiler\(\)"):
+        trainer.fit(Net(), data())
+
+
 def test_arguments_without_their_names():
     with pytest.raises(TypeError, match=r"takes its arguments by name, such as csv=\.\.\., got 3"):
         MemoryProfiler(3)

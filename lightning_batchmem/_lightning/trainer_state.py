@@ -129,6 +129,23 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
+def is_one_of_several(callback: Any, trainer: Trainer) -> bool:
+    """Whether the trainer has another callback of this kind.
+
+    Raises:
+        ValueError: where Lightning calls a hook of a class, with the trainer as its object.
+    """
+    if isinstance(callback, in_every_package("trainer.Trainer")):
+        # The next hook of the class would raise an error of Python after this one.
+        set_callbacks(
+            callback, [one for one in callbacks_of(callback) if not isinstance(one, type)]
+        )
+        raise ValueError(
+            "callbacks must have an object, got a class: write BatchFinder() or MemoryProfiler()"
+        )
+    return sum(isinstance(one, type(callback)) for one in callbacks_of(trainer)) > 1
+
+
 def weight_average_bytes(trainer: Trainer) -> int:
     """Bytes that StochasticWeightAveraging will take on the trainer's device.
 
