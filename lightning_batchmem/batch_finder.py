@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial, update_wrapper
+from functools import cached_property, partial, update_wrapper
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
@@ -77,7 +77,8 @@ class BatchFinder(Callback):
     from a checkpoint continues with the size in the checkpoint.
 
     Attributes:
-        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` before.
+        plan: the :class:`~lightning_batchmem.Plan` of the last search; ``None`` if a run has begun
+            and none has searched.
         policy: the numbers that steer a search; assign another one before ``fit``.
         options: the arguments that steer it, checked.
         later: the function that makes the state that needs most memory; ``None`` for none.
@@ -194,7 +195,6 @@ class BatchFinder(Callback):
         apply: bool = False,
     ) -> None:
         super().__init__()
-        self.plan: Plan | None = None
         self.policy = SearchPolicy()
         self.options = SearchOptions(
             objective=objective,
@@ -241,6 +241,15 @@ class BatchFinder(Callback):
         finder._is_optional = True
         return finder
 
+    # Once a run has begun, an attribute of the object is in its place.
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan of the last search."""
+        raise AttributeError(
+            "BatchFinder has no plan before fit, nor where another process or a copy of it trains."
+            " Read finder.plan after fit, or batch_plan.json, which a MemoryProfiler writes."
+        )
+
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""
         return device_memory_for(device)
@@ -255,6 +264,7 @@ class BatchFinder(Callback):
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
         if is_one_of_several(self, trainer):
             raise ValueError("callbacks must have one BatchFinder, got several. Remove the others.")
+        vars(self).setdefault("plan", None)
         warn_of_untested_torch()
         begin_run()
         # An earlier run may have ended without a teardown.

@@ -210,13 +210,15 @@ class SearchOnly(BatchFinder):
             data = [datamodule, *loaders_in(train_dataloaders), *loaders_in(val_dataloaders)]
             with self._alone(trainer, model, data):
                 trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
-        if self.plan is None:
+        # A trainer that was refused has not called `setup`.
+        plan: Plan | None = vars(self).get("plan")
+        if plan is None:
             raise ValueError(
                 "find_batch_size cannot search: the trainer has fast_dev_run, no batches or"
                 " epochs, or a strategy that starts other processes. Pass one that trains in this"
                 " process."
             )
-        return self.plan
+        return plan
 
     @contextmanager
     def _alone(self, trainer: Trainer, model: LightningModule, data: list[Any]) -> Iterator[None]:

@@ -1133,3 +1133,12 @@ def test_two_finders_are_refused_with_a_sentence(fit, device):
     with pytest.raises(ValueError, match=r"one BatchFinder, got several\. Remove the others\.$"):
         fit(module, finders[0], device, finders[1])
     assert module.sizes == []
+
+
+def test_there_is_no_plan_before_a_run(fit, device):
+    finder = BatchFinder()
+    with pytest.raises(AttributeError, match=r"no plan before fit, .* Read finder\.plan after fit"):
+        _ = finder.plan
+    assert not hasattr(copy.deepcopy(finder), "plan")
+    fit(Lawful(device, law), finder, device, fast_dev_run=True)
+    assert finder.plan is None
