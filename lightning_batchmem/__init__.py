@@ -28,19 +28,40 @@ __all__ = [
     "Trial",
     "TrialMemory",
     "Variant",
+    "__version__",
+    "assert_memory",
+    "compare",
+    "find_batch_size",
+    "find_batch_size_of_loop",
 ]
-__all__ += ["__version__", "assert_memory", "compare", "find_batch_size", "find_batch_size_of_loop"]
 
-_NAMES = {
-    "batch_finder": ("BatchFinder",),
-    "check": ("assert_memory",),
-    "comparison": ("Comparison", "Variant", "compare"),
-    "find": ("find_batch_size", "find_batch_size_of_loop"),
-    "memory_profiler": ("MemoryProfiler",),
-    "plan.notes": ("Note",),
-    "plan.plan": ("Plan",),
-    "plan.records": ("Line", "MemoryModel", "Trial", "TrialMemory"),
-    "search.search": ("NothingFitsError",),
+_MODULES = {
+    "BatchFinder": "batch_finder",
+    "Comparison": "comparison",
+    "Line": "plan.records",
+    "MemoryModel": "plan.records",
+    "MemoryProfiler": "memory_profiler",
+    "Note": "plan.notes",
+    "NothingFitsError": "search.search",
+    "Plan": "plan.plan",
+    "Trial": "plan.records",
+    "TrialMemory": "plan.records",
+    "Variant": "comparison",
+    "assert_memory": "check",
+    "compare": "comparison",
+    "find_batch_size": "find",
+    "find_batch_size_of_loop": "find",
+}
+
+_WITHOUT_TRAINING = "call find_batch_size(trainer, model), or add a BatchFinder to the callbacks"
+
+# What to use instead of Lightning's names, and of one that has left.
+_INSTEAD = {
+    "BatchSizeFinder": "use BatchFinder (docs/coming-from-batch-size-finder.md has its arguments)",
+    "OomGuard": "copy examples/oom_guard.py of its repository",
+    "Tuner": _WITHOUT_TRAINING,
+    "scale_batch_size": _WITHOUT_TRAINING,
+    "tune": _WITHOUT_TRAINING,
 }
 
 
@@ -54,12 +75,9 @@ def __getattr__(name: str) -> Any:
 
     Every Trainer imports this package, because of the entry points in ``factory``.
     """
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    if name == "OomGuard":
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in _INSTEAD:
         # `from lightning_batchmem import OomGuard` hides the text of an AttributeError.
-        raise ImportError(
-            "OomGuard has left lightning_batchmem: copy examples/oom_guard.py of its repository."
-        )
+        raise ImportError(f"lightning_batchmem has no {name}: {_INSTEAD[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
 from lightning_batchmem._lightning.errors import is_our_error
+from lightning_batchmem._version import __version__
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.figures import plot_memory_over_steps
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
@@ -281,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser_class=_Parser,
             prog="python -m lightning_batchmem",
             description=_DESCRIPTION,
+            version=__version__,
         )
     except KeyboardInterrupt:
         _print_error("error: interrupted")

@@ -54,6 +54,7 @@ from lightning_batchmem.plan.options import (
     check_runs,
     check_switches,
     names_our_arguments,
+    refuse_optimal_batch_size,
 )
 from lightning_batchmem.plan.plan import Plan, check_plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -171,6 +172,8 @@ class BatchFinder(Callback):
     _is_simulated = False
     # Whether a search keeps the engine of the strategy, because the process ends after it.
     _keeps_engine = False
+
+    optimal_batch_size = property(refuse_optimal_batch_size)
 
     @names_our_arguments
     def __init__(
@@ -460,8 +463,9 @@ class BatchFinder(Callback):
             source = stage_source(trainer)
             if getattr(trainer, f"limit_{source.stage}_batches") == 0:
                 return
-            step = "validation_step" if source.stage == "val" else f"{source.stage}_step"
-            check_step(module, step)
+            check_step(
+                module, "validation_step" if source.stage == "val" else f"{source.stage}_step"
+            )
             setting = batch_size_setting(
                 trainer, module, source, options.batch_arg_name, is_budget=options.budget
             )

@@ -9,10 +9,10 @@ Example:
 
 from __future__ import annotations
 
-from typing import Any
-
 from pytorch_lightning import Callback
 
+# It says what to use instead of a name that is not here.
+from lightning_batchmem import __getattr__ as __getattr__
 from lightning_batchmem import batch_finder, callback_adder, memory_profiler
 
 __all__ = ["BatchFinder", "MemoryProfiler"]
@@ -31,12 +31,3 @@ class MemoryProfiler(memory_profiler.MemoryProfiler, Callback):  # type: ignore[
 # mypy does not see that both classes ``Callback`` have the same code.
 class CallbackAdder(callback_adder.CallbackAdder, Callback):  # type: ignore[misc]
     """:class:`.callback_adder.CallbackAdder` for a Trainer of ``pytorch_lightning``."""
-
-
-def __getattr__(name: str) -> Any:
-    """Say where a name went that was here before."""
-    if name == "OomGuard":
-        raise ImportError(
-            "OomGuard has left lightning_batchmem: copy examples/oom_guard.py of its repository."
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,8 @@ HEAVY = {"matplotlib", "tensorboard", "pynvml", "sklearn", "pandas"}
 # A file imports its own folder and folders of a lower number only.
 LEVELS = {
     "_version": 0,
+    # It imports a module once a name of it is used.
+    "__init__": 1,
     "plan": 0,
     "devices": 1,
     "state": 2,
@@ -33,7 +35,6 @@ LEVELS = {
     "factory": 9,
     "script": 10,
     "comparison": 9,
-    "__init__": 10,
     "check": 11,
     "simulated_gpu": 12,
     "__main__": 13,

@@ -203,6 +203,15 @@ def test_no_place_to_write_and_no_matplotlib(log_dir, monkeypatch, capsys):
     assert capsys.readouterr().err == message
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert (
+        capsys.readouterr().out
+        == f"python -m lightning_batchmem {lightning_batchmem.__version__}\n"
+    )
+
+
 # --- standard output
 
 

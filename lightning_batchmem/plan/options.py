@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, NoReturn, ParamSpec, get_args
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -93,6 +93,14 @@ def check_runs(search_on_resume: object, then: object, plan: object, *, apply: b
         raise ValueError(
             f'then="exit" must come with a file for the plan, as plan="plan.json", got {plan!r:.80}'
         )
+
+
+def refuse_optimal_batch_size(finder: object) -> NoReturn:
+    """The size that was found, under the name that Lightning's finder has for it."""
+    raise AttributeError(
+        f"{type(finder).__name__} has no attribute optimal_batch_size, which Lightning's"
+        " BatchSizeFinder has. Read finder.plan.batch_size after fit."
+    )
 
 
 @dataclass(frozen=True)
