@@ -238,9 +238,8 @@ VALUES = {
     "MemoryProfiler": ['snapshot="on_oom"'],
     "Note": [
         'kind="earlier_plan"',
-        'kind="growth"',
-        'kind="left_out"',
         'kind="limit"',
+        'kind="risk"',
         'kind="search"',
         'kind="settings"',
         'kind="simulation"',

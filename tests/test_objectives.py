@@ -440,7 +440,7 @@ def test_the_size_of_the_project_is_left_only_for_one_that_is_not_slower(
         return
     assert (plan.batch_size, plan.limited_by) == (size, limited_by)
     assert plan.speeds[0] == Speed(16, 245.0)
-    assert f"245 samples/s at 16 (yours), {other:.0f} at {compared[1]}" in plan.short_text()
+    assert f"245 samples/s at 16 (yours), {other:.0f} at {compared[1]}" in str(plan)
     has_warning = any(
         "are slower than your 16: 79% of the samples" in w for w in training_notes(plan)
     )
@@ -459,7 +459,7 @@ def test_a_comparison_runs_five_steps_of_each_size_beside_each_other(search, dev
     plan, _ = fits(module, search)
     assert [speed.batch_size for speed in plan.speeds] == [16, 24]
     assert all(speed.samples_per_s > 0 for speed in plan.speeds)
-    assert "(yours)" in plan.short_text()
+    assert "(yours)" in str(plan)
 
 
 class Scaled(Project):

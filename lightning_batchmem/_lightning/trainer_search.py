@@ -164,14 +164,14 @@ class TrainerSearch:
         plan = replace(
             self._placed(found.plan, found.setting), strategy=strategy_text(self.trainer)
         )
-        texts = []
         # Elsewhere there is room for what callbacks keep.
         if plan.limited_by == "memory":
-            texts.append(idle_callbacks_text(self.trainer))
+            plan = plan.with_notes(Note("risk", idle_callbacks_text(self.trainer)))
         if not (self.is_simulated or self.kept):
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]
-            texts.append(longer_search_text(seconds, plan.training_seconds))
-        return plan.with_notes(*(Note("search", text) for text in texts))
+            longer = longer_search_text(seconds, plan.training_seconds)
+            plan = plan.with_notes(Note("training", longer))
+        return plan
 
     def _search_in(
         self,
@@ -220,7 +220,7 @@ class TrainerSearch:
         plan = plan.with_notes(
             Note("limit", program.longest_sample_text(plan, setting.project_size, self.ranks)),
             Note("search", program.kept_size_text(setting.project_size)),
-            Note("search", state.frozen_text),
+            Note("risk", state.frozen_text),
             Note("search", note),
         )
         return FoundPlan(

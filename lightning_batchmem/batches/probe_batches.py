@@ -255,7 +255,7 @@ class _LoaderBatches:
         # The samples take these bytes in this process.
         self.sample_bytes = sum(map(count_bytes, self.samples))
         if sizes.left_out:
-            self.notes.append(Note("left_out", sizes.left_out))
+            self.notes.append(Note("risk", sizes.left_out))
         if worst_case == "typical":
             return
         if sizes.is_ragged:
@@ -281,7 +281,7 @@ class _LoaderBatches:
         is_short = sizes.is_ragged or len(sizes.measured) < policy.equal_sizes
         if is_short and not sizes.is_complete:
             text = f"Only {len(sizes.measured):,} samples were read; larger ones may exist."
-            self.notes.append(Note("search", text))
+            self.notes.append(Note("risk", text))
 
     def prepare(self, batch_size: int) -> None:
         """Do nothing: the samples were read already."""

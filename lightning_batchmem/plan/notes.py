@@ -9,23 +9,22 @@ from typing import Literal, get_args
 NoteKind = Literal[
     "training",
     "simulation",
-    "growth",
     "earlier_plan",
-    "left_out",
     "limit",
+    "risk",
     "settings",
     "search",
 ]
 """What a note is about, in the order in which notes are printed.
 
-- ``"training"``: what the size changes in the training, or what cannot go with it.
+- ``"training"``: what the size changes in the training, what cannot go with it, and a search
+  that takes longer.
 - ``"simulation"``: what a search on a simulated GPU assumes, and what it leaves out.
-- ``"growth"``: memory that equal steps keep.
-- ``"earlier_plan"``: why a given plan was not used.
-- ``"left_out"``: samples that could not be read.
+- ``"earlier_plan"``: why a given plan, or what earlier starts measured, was not used.
 - ``"limit"``: what keeps the size small besides the memory of usual steps.
+- ``"risk"``: why the training may need more memory than the rehearsal.
 - ``"settings"``: settings of the Trainer that count batches.
-- ``"search"``: everything else about the search.
+- ``"search"``: everything else about the search; the short text leaves these out.
 """
 
 

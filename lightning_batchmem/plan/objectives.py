@@ -331,4 +331,4 @@ def _fragmented_notes(known: TrialsSoFar) -> tuple[Note, ...]:
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True about"
         f" {limits.unit.size(size)} fit."
     )
-    return (Note("search", text),)
+    return (Note("limit", text),)

@@ -213,7 +213,7 @@ class Plan:
         return None if self.project_recipe is None else self.project_recipe.learning_rate
 
     def short_text(self) -> str:
-        """The plan with what it changes in the training, and one more note.
+        """The plan in a few rows, without notes on the search itself.
 
         Lines have at most 80 columns.
         """

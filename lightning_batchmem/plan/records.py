@@ -123,7 +123,7 @@ class Growth:
             advice = ""
         number = "" if self.batches is None else f", and {whole} {self.batches:,}"
         return Note(
-            "growth",
+            "risk",
             f"Equal steps need {mib(self.batch_bytes)} more each time: if it goes on, about"
             f" {self.batches_run + max(0, room_bytes) // self.batch_bytes:,.0f} steps fit{number}."
             f"{advice}",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.printing import shown, table_text
-from lightning_batchmem.plan.records import Trial, counted, mib
+from lightning_batchmem.plan.records import Trial, mib
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # In columns.
 _WIDTH = 80
 _HEADINGS = ("run", "fits", "size", "tensors MiB", "process MiB", "ms")
+# Rows that the short text leaves out.
+_DETAILS = ("speed", "tensors", "line", "sizes")
 _KINDS = {"probe": "few steps"}
 _OUTCOMES = {
     "ok": "yes",
@@ -40,16 +42,13 @@ def full_text(plan: Plan) -> str:
 def short_text(plan: Plan) -> str:
     """The plan in a few rows, whose lines have at most 80 columns.
 
-    There is no line and no trial. Only the first note is there besides those on the training.
+    It says what changes in the training, why the size is not larger, what it needs, and all notes
+    but those about the search.
     """
-    more = "all sizes"
-    of_training = [note for note in plan.notes if note.kind == "training"]
-    of_search = [note for note in plan.notes if note.kind != "training"]
-    if len(of_search) > 1:
-        more += f", {counted(len(of_search) - 1, 'more note')}"
-    short = replace(plan, notes=(*of_training, *of_search[:1]))
-    rows = [row for row in _rows(short) if row[0] != "line"]
-    rows.append(("details", f"print the plan, or set verbose=True: {more}"))
+    surprising = [note for note in plan.notes if note.kind != "search"]
+    rows = _rows(replace(plan, notes=tuple(surprising)))
+    rows = [(name, text) for name, text in rows if name not in _DETAILS]
+    rows.append(("details", "print(finder.plan), or BatchFinder(verbose=True)"))
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(rows)])
 
 
@@ -86,9 +85,19 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.training:
         rows.append(("training", plan.training))
     rows += [("note", note.text) for note in plan.notes if note.kind == "training"]
+    if plan.chosen.why:
+        rows.append(("why", plan.reason))
+    rows.append(("memory", _memory(plan)))
+    if plan.place:
+        rows.append(("size", _place(plan.place)))
+    rows += [("note", note.text) for note in plan.notes if note.kind != "training"]
     if plan.speeds:
         rows.append(("speed", _speeds(plan)))
-    rows.append(("memory", _memory(plan)))
+    if plan.measured_peak_bytes is not None:
+        text = mib(plan.measured_peak_bytes)
+        if plan.predicted_peak_bytes is not None:
+            text += f"; predicted from smaller sizes: {mib(plan.predicted_peak_bytes)}"
+        rows.append(("tensors", text))
     if plan.memory is not None and plan.memory.lines:
         phase = plan.memory.phase_at(plan.batch_size)
         line = plan.memory.lines[phase]
@@ -97,13 +106,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         if line.intercept >= 0:
             text = f"{mib(line.intercept)} + {text}"
         rows.append(("line", text))
-    if plan.place:
-        rows.append(("size", _place(plan.place)))
     if plan.trials:
         rows.append(("sizes", _known_sizes(plan)))
-    if plan.chosen.why:
-        rows.append(("why", plan.reason))
-    rows += [("note", note.text) for note in plan.notes if note.kind != "training"]
     return rows
 
 
@@ -156,21 +160,14 @@ def _speeds(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """What the process took, its limit, and what tensors took of it; all of it in MiB."""
-    parts = [f"limit {mib(plan.limit_bytes)}"]
-    if plan.held_peak_bytes is not None:
-        parts[0] = f"process {_number_of_mib(plan.held_peak_bytes)}, {parts[0]}"
-    tensors = []
-    if plan.measured_peak_bytes is not None:
-        tensors.append(f"tensors {_number_of_mib(plan.measured_peak_bytes)}")
-    if plan.predicted_peak_bytes is not None:
-        tensors.append(f"predicted {_number_of_mib(plan.predicted_peak_bytes)}")
-    if tensors:
-        parts.append(", ".join(tensors))
-    if plan.ranks > 1 and plan.measured_peak_bytes is not None:
-        total_bytes = plan.ranks * max(plan.held_peak_bytes or 0, plan.measured_peak_bytes)
-        parts.append(f"all ranks at most {_number_of_mib(total_bytes)}")
-    return "; ".join(parts)
+    """What the process took in the rehearsal, and the most that it may take."""
+    most = f"at most {mib(plan.limit_bytes)}"
+    if plan.held_peak_bytes is None:
+        return most
+    text = f"{_number_of_mib(plan.held_peak_bytes)} of {most}"
+    if plan.ranks > 1:
+        text += f" on each rank; all ranks {mib(plan.ranks * plan.held_peak_bytes)}"
+    return text
 
 
 def _number_of_mib(count_bytes: float) -> str:

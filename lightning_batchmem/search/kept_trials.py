@@ -102,7 +102,7 @@ class KeptTrials:
                 f"Earlier starts ended at size {ended}, which counts as out of memory. If something"
                 f" else ended them, delete {self._path} and the plan, and search again."
             )
-        self.notes = [Note("search", text)] if text else []
+        self.notes = [Note("earlier_plan", text)] if text else []
         self._write(replace(content, trials=trials, running=None))
         return trials
 

@@ -156,7 +156,7 @@ class BatchSizeSearch:
             on_training.append(self._project_size().text_of_loss(chosen.batch_size))
         of_steps = [
             Note(
-                "search",
+                "risk",
                 f"Steps on equal batches took {mib(lowest_bytes)} to {mib(highest_bytes)}:"
                 " something in them is random, or changes, and the training may need more. A"
                 " smaller memory_limit leaves more room.",

@@ -273,20 +273,22 @@ class TrialRunner:
             # A later step may need more, and each one leaves other blocks in the cache.
             changing_bytes = live_bytes - meter.fixed_bytes
             needed_bytes = max(needed_bytes, meter.fixed_bytes + int(changing_bytes / RAGGED_SHARE))
-        texts = []
+        notes = []
         if meter.has_idle_optimizer:
-            texts.append(
+            text = (
                 "An optimizer did not step in the first steps, so its state is not part of the"
                 " measured memory. Set a smaller max_batch_size to leave room for it."
             )
+            notes.append(Note("risk", text))
         if meter.live is None:
-            texts.append(LIVE_BYTES_NOT_COUNTED)
+            notes.append(Note("search", LIVE_BYTES_NOT_COUNTED))
         if any(step.caught_errors > 0 for step in readings):
-            texts.append(
+            text = (
                 "At some sizes an allocation failed inside a step that went on: cuDNN takes a"
                 " slower algorithm then, with less memory. So their memory is not on one line with"
                 " that of smaller sizes."
             )
+            notes.append(Note("search", text))
         return Trial(
             batch_size=batch_size,
             outcome="ok",
@@ -295,7 +297,7 @@ class TrialRunner:
             samples_per_s=samples_per_s,
             full_steps=num_full_steps(readings),
             growth=meter.growth,
-            notes=tuple(Note("search", text) for text in texts),
+            notes=tuple(notes),
             memory=TrialMemory(
                 phase_peak_bytes=peaks,
                 is_exact=meter.live is not None,

@@ -4,7 +4,7 @@ from lightning_batchmem.plan.notes import Note, in_order
 def test_kinds_have_an_order_and_each_kind_keeps_its_own():
     notes = [
         Note("search", "z"),
-        Note("growth", "grows"),
+        Note("risk", "grows"),
         Note("search", "a"),
         Note("training", "changes"),
     ]

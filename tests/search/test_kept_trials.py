@@ -93,7 +93,7 @@ def test_a_trial_that_has_not_ended_is_out_of_memory(path):
     ended = Trial(8, "out_of_memory", TrialMemory(), "probe", error=ENDED)
     assert trials == (OK, ended)
     (note,) = again.notes
-    assert note.kind == "search"
+    assert note.kind == "earlier_plan"
     assert note.text.startswith("Earlier starts ended at size 8, which counts as out of memory. If")
     # It is counted once.
     third, trials = kept_in(path)
@@ -140,7 +140,7 @@ def test_the_trials_of_another_search_are_not_used(path, another):
     other, trials = kept_in(path, *another)
     assert (trials, other.why_kept) == ((), "")
     assert other.notes == [
-        Note("search", f"The trials in {path} were of another search, and were not used.")
+        Note("earlier_plan", f"The trials in {path} were of another search, and were not used.")
     ]
     assert content_of(path)["trials"] == []
 

@@ -188,7 +188,7 @@ def test_the_lower_end_of_the_range_fits_with_higher_peaks(batch_size, room):
 def test_a_table_has_a_row_for_each_gpu_in_80_columns():
     nothing = Outcome(gpu_named("8GiB"), nothing_fits="Nothing fits: " + "too large " * 12)
     failed = Outcome(gpu_named("24GiB"), error="train.py ended with exit code 1")
-    other_size = outcome_of(project=80, notes=(Note("growth", "It grows."),))
+    other_size = outcome_of(project=80, notes=(Note("risk", "It grows."),))
     text = table_of(outcome_of(), other_size, nothing, failed)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert rows_of(text) == [
