@@ -48,8 +48,8 @@ _LABEL: dict[str, Any] = {
     "fontsize": 9,
     "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
 }
-# Labels of sizes with at least this ratio do not overlap. The axis ends this far from the sizes.
-_MARGIN = 1.4
+# Labels of sizes that are this share of the axis apart do not overlap.
+_LABEL_SHARE = 0.08
 _TITLE_COLUMNS = 86
 _NUMBER = "{x:,.0f}"
 
@@ -105,22 +105,26 @@ def plot_search(plan: Plan) -> Figure:
     ]
     if not completed:
         raise ValueError("no size of this plan was measured, so there is nothing to draw")
-    of_rank = " of each rank" if plan.ranks > 1 else ""
-    title = f"Memory and throughput{of_rank}{plan.device and f' on {device_text(plan.device)}'}"
     speeds = measured_speeds(plan.trials)
-    y_labels = ["memory (MiB)", f"throughput ({plan.unit.items}/s)"]
-    figure, panels = _new_panels(title, plan.unit.name, *y_labels[: 1 + bool(speeds)])
+    title = "Memory"
+    y_labels = ["memory (MiB)"]
+    if speeds:
+        title += " and throughput"
+        y_labels.append(f"throughput ({plan.unit.items}/s)")
+    if plan.ranks > 1:
+        title += " of each rank"
+    if plan.device:
+        title += f" on {device_text(plan.device)}"
+    figure, panels = _new_panels(title, plan.unit.name, *y_labels)
     if plan.reason:
         reason = textwrap.fill(plan.reason, _TITLE_COLUMNS)
         panels[0].set_title(f"{title}\n{reason}", loc="left", fontsize=9)
     sizes = sorted({plan.batch_size, *(trial.batch_size for trial in plan.trials)})
-    # The axis is logarithmic, because a search begins with small sizes.
-    panels[0].set_xscale("log")
-    panels[0].set_xlim(sizes[0] / _MARGIN, sizes[-1] * _MARGIN)
-    ticks = _apart(sizes, plan.batch_size)
+    largest_shown = (1 + _LABEL_SHARE) * sizes[-1]
+    panels[0].set_xlim(0, largest_shown)
+    ticks = _apart(sizes, plan.batch_size, _LABEL_SHARE * largest_shown)
     panels[0].set_xticks(ticks)
     panels[0].xaxis.set_major_formatter(_NUMBER)
-    panels[0].minorticks_off()
     _draw_trials(panels[0], plan, completed)
     if speeds:
         measured = {speed.batch_size: speed.samples_per_s for speed in speeds}
@@ -141,11 +145,11 @@ def plot_search(plan: Plan) -> Figure:
     return _with_legend(figure)
 
 
-def _apart(sizes: Sequence[int], chosen: int) -> list[int]:
+def _apart(sizes: Sequence[int], chosen: int, distance: float) -> list[int]:
     """The sizes whose labels do not overlap: the chosen one, and others apart from it."""
     kept = [chosen]
     for size in reversed(sizes):
-        if all(max(size, other) >= _MARGIN * min(size, other) for other in kept):
+        if all(abs(size - other) >= distance for other in kept):
             kept.append(size)
     return kept
 
@@ -155,8 +159,8 @@ def _draw_trials(axes: Axes, plan: Plan, completed: Sequence[Trial]) -> None:
     limit = plan.limit_bytes / MIB
     if plan.memory is not None:
         # The line may bend, because it is the highest line of all phases.
-        left, right = axes.get_xlim()
-        sizes = [left * (right / left) ** (percent / 100) for percent in range(101)]
+        _, largest_shown = axes.get_xlim()
+        sizes = [largest_shown * percent / 100 for percent in range(101)]
         predicted = [plan.memory.predict_bytes(size) / MIB for size in sizes]
         axes.plot(sizes, predicted, label="tensors, predicted", color=_BLUE, linewidth=1.8)
     measured = [trial.batch_size for trial in completed]

@@ -249,10 +249,7 @@ def learning_rate_text(before: Recipe, after: Recipe, unit: Unit) -> str:
     if rule is None or any(_RULES.get(name) != rule for name in names):
         return f"{text}. No single rule is known for {listed}: tune the learning rate by hand."
     factor = learning_rate_factor(rule, size, old_size)
-    return (
-        f'{text}. For {listed}, lr_scaling="{rule}" multiplies the rate by {factor:,.4g}:'
-        ' see "Choosing a batch size" in the documentation.'
-    )
+    return f'{text}. lr_scaling="{rule}" multiplies the rate by {factor:,.4g} ({listed}).'
 
 
 def slower_text(speeds: Sequence[Speed], batch_size: int, limits: SearchLimits) -> str:

@@ -261,7 +261,7 @@ def test_a_note_on_the_learning_rate_without_scaling(search, device, target, cap
     module = Rated(device, batch_size=100)
     plan = search(module, options={"target_batch_size": target})
     assert len(training_notes(plan)) == (target is None)
-    change = 'For SGD, lr_scaling="linear" multiplies the rate by 4'
+    change = 'lr_scaling="linear" multiplies the rate by 4 (SGD).'
     for warning in training_notes(plan):
         assert warning.startswith("An optimizer step has 400 samples instead of 100 at the same")
         assert change in warning

@@ -96,7 +96,7 @@ def test_a_budget_is_named_on_the_axes():
 def test_memory_has_trials_line_limit_and_chosen_size():
     shown = lines(plot_search(PLAN))
     sizes, predicted = shown.pop("tensors, predicted")
-    assert (sizes[0], sizes[-1]) == (pytest.approx(2 / 1.4), pytest.approx(48 * 1.4))
+    assert (sizes[0], sizes[-1]) == (0, pytest.approx(48 * 1.08))
     assert predicted == pytest.approx([100 + 2 * size for size in sizes])
     assert shown == {
         "process": ([2, 32], [104, 164]),

@@ -195,7 +195,6 @@ def test_linear_is_the_square_root_twice_and_a_rule_can_be_undone(rate, first, s
 
 
 RATE_BY = "multiplies the rate by"
-SEE = 'see "Choosing a batch size" in the documentation.'
 TOO_DIFFERENT = "No rule is known for such a step: tune the learning rate by hand."
 NONE_KNOWN = "No single rule is known for {}: tune the learning rate by hand."
 WORSE = ', so the training may end worse. objective="recipe" keeps your own size'
@@ -206,19 +205,19 @@ WORSE = ', so the training may end worse. objective="recipe" keeps your own size
     [
         (("SGD",), 32, ""),
         ((), 64, ""),
-        (("SGD", "SGD"), 48, f'{WORSE}. For SGD, lr_scaling="linear" {RATE_BY} 1.5: {SEE}'),
-        (("SGD",), 64, f'{WORSE}. For SGD, lr_scaling="linear" {RATE_BY} 2: {SEE}'),
+        (("SGD", "SGD"), 48, f'{WORSE}. lr_scaling="linear" {RATE_BY} 1.5 (SGD).'),
+        (("SGD",), 64, f'{WORSE}. lr_scaling="linear" {RATE_BY} 2 (SGD).'),
         (
             ("Adam", "RMSprop"),
             800,
-            f'{WORSE}. For Adam and RMSprop, lr_scaling="sqrt" {RATE_BY} 5: {SEE}',
+            f'{WORSE}. lr_scaling="sqrt" {RATE_BY} 5 (Adam and RMSprop).',
         ),
         (("Adam",), 33 * 32, f"{WORSE}. {TOO_DIFFERENT}"),
         (("Lion",), 7_200, f"{WORSE}. {TOO_DIFFERENT}"),
         (
             ("SGD",),
             3,
-            f'. For SGD, lr_scaling="linear" {RATE_BY} 0.09375: {SEE}',
+            f'. lr_scaling="linear" {RATE_BY} 0.09375 (SGD).',
         ),
         (("Lion",), 48, f"{WORSE}. {NONE_KNOWN.format('Lion')}"),
         (("NAdam", "Adamax"), 48, f"{WORSE}. {NONE_KNOWN.format('NAdam and Adamax')}"),
