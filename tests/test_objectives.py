@@ -103,12 +103,12 @@ def test_the_default_raises_the_size_to_one_and_a_half_times_that_of_the_project
     assert plan.training.startswith("16 -> 24 samples a step, 313 -> 209 steps, learning rate")
     assert len(per_step) - 1 == 209
     assert plan.reason == (
-        "24 samples: the training may end worse at a larger size, because the project has 16;"
-        ' objective="memory" lifts this. Memory alone allows about 336 samples.'
+        '24 samples: more may train worse than your 16; objective="memory" lifts this. Memory'
+        " alone allows about 336 samples."
     )
     (warning,) = training_notes(plan)
     assert warning.startswith("An optimizer step has 24 samples instead of 16 at the same learning")
-    assert 'objective="recipe" keeps your own size. For Adam, lr_scaling="sqrt"' in warning
+    assert 'objective="recipe" keeps your own size. lr_scaling="sqrt" multiplies' in warning
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_is_asked_for_is_given(search, device, asked, size, limited_by):
     assert size <= plan.batch_size <= 1.1 * size
     first = training_notes(plan)[0]
     assert first.startswith(f"An optimizer step has {plan.batch_size} samples instead of 16 at the")
-    assert 'objective="recipe" keeps your own size. For Adam, lr_scaling="sqrt"' in first
+    assert 'objective="recipe" keeps your own size. lr_scaling="sqrt" multiplies' in first
     assert first in " ".join(plan.short_text().split())
 
 

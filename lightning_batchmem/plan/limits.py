@@ -23,10 +23,7 @@ _TEXTS: Mapping[str, str] = {
         "a larger size would leave an epoch too few optimizer steps (min_steps_per_epoch is"
         " {steps:,})"
     ),
-    "recipe": (
-        "the training may end worse at a larger size, because the project has {project:,};"
-        ' objective="memory" lifts this'
-    ),
+    "recipe": 'more may train worse than your {project:,}; objective="memory" lifts this',
     "validation data": "the validation data set has no full batch of more than {size}",
 }
 _TEXT_OF_KEPT_STEP = (
