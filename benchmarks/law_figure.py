@@ -1,4 +1,4 @@
-"""Draw the figure of the README: memory over batch size on a real GPU, as others measured it.
+"""Draw the figure of docs/how-it-works.md: memory over batch size, as others measured it on a GPU.
 
 The points are milabench's of its bench ``lightning``, which trains with Lightning, on an H100
 (``benchmarks/published/milabench.json``). A least-squares line through the sizes up to half of the

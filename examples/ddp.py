@@ -31,7 +31,7 @@ def main() -> None:
         max_epochs=3,
         log_every_n_steps=1,
         logger=CSVLogger("logs", name="ddp"),
-        callbacks=[MemoryProfiler(), finder],
+        callbacks=[finder, MemoryProfiler()],
     )
     digits = Digits()
     trainer.fit(Classifier(8), datamodule=digits)

@@ -66,7 +66,7 @@ def main() -> None:
         max_epochs=3,
         log_every_n_steps=1,
         logger=CSVLogger("logs", name="fsdp2"),
-        callbacks=[MemoryProfiler(), finder],
+        callbacks=[finder, MemoryProfiler()],
     )
     digits = Digits()
     classifier = ShardedClassifier(8)

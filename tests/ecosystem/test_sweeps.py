@@ -62,6 +62,28 @@ def test_ray_runs_two_workers_with_one_size(name, tmp_path):
         assert re.search(r"^accuracy 0\.\d+ with 0\.\d+$", output, re.MULTILINE), output
 
 
+def test_optuna_runs_the_recipe_with_one_search(tmp_path, monkeypatch):
+    optuna = pytest.importorskip("optuna", reason=MISSING)
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs" / "recipes.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    (last,) = (number for number, block in enumerate(blocks) if "def objective" in block)
+    recipe = {"__name__": "recipe"}
+    for block in blocks[: last + 1]:
+        exec(block, recipe)
+    reasons = []
+    fit = recipe["Trainer"].fit
+
+    def recorded_fit(trainer, *arguments):
+        fit(trainer, *arguments)
+        reasons.append(trainer.callbacks[0].plan.reason)
+
+    monkeypatch.setattr(recipe["Trainer"], "fit", recorded_fit)
+    optuna.create_study().optimize(recipe["objective"], n_trials=2)
+    # The sweep above it in the page has written the plan.
+    assert reasons == [REASON, REASON]
+
+
 TASK = """
 import hydra
 from hydra.utils import instantiate

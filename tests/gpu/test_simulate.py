@@ -24,13 +24,14 @@ MATH = "tests/helpers/simulated_math.py"
 MODULE = "tests.helpers.simulated_training"
 WAIT_SECONDS = 280
 
-# A command of the page, and the end of what it prints.
+# A command of the pages, and the end of what it prints.
 EXAMPLE = re.compile(
     r"^```text\n\$ python -m lightning_batchmem (.*)\n((?s:.*?))^```$", re.MULTILINE
 )
-PAGE = (ROOT / "docs" / "any-gpu.md").read_text()
+PAGES = "".join((ROOT / "docs" / name).read_text() for name in ("any-gpu.md", "how-many-gpus.md"))
 # A long command goes on in the next line.
-EXAMPLES = EXAMPLE.findall(PAGE.replace("\\\n", ""))
+EXAMPLES = EXAMPLE.findall(PAGES.replace("\
+", ""))
 README_EXAMPLES = EXAMPLE.findall((ROOT / "README.md").read_text())
 
 # The sizes that this version of the package finds with torch 2.14.1.
@@ -125,7 +126,7 @@ def test_a_function_with_find(tmp_path):
 
 @needs_stub
 @pytest.mark.parametrize(("command", "printed"), EXAMPLES)
-def test_the_page_has_what_its_commands_print(command, printed):
+def test_the_pages_have_what_their_commands_print(command, printed):
     process = run(*shlex.split(command))
     assert process.returncode == 0, process.stderr
     assert printed in process.stdout
