@@ -30,8 +30,7 @@ EXAMPLE = re.compile(
 )
 PAGES = "".join((ROOT / "docs" / name).read_text() for name in ("any-gpu.md", "how-many-gpus.md"))
 # A long command goes on in the next line.
-EXAMPLES = EXAMPLE.findall(PAGES.replace("\
-", ""))
+EXAMPLES = EXAMPLE.findall(PAGES.replace("\\\n", ""))
 README_EXAMPLES = EXAMPLE.findall((ROOT / "README.md").read_text())
 
 # The sizes that this version of the package finds with torch 2.14.1.
