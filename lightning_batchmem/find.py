@@ -95,6 +95,12 @@ def find_batch_size(
     # A compiled model wraps the module.
     if not isinstance(getattr(model, "_orig_mod", model), in_every_package("core.LightningModule")):
         raise ValueError(f"model must be a LightningModule, got {model!r:.80}")
+    # In Trainer.fit the argument after the model is that of the loaders.
+    if not isinstance(datamodule, (*in_every_package("core.LightningDataModule"), type(None))):
+        raise ValueError(
+            f"datamodule must be a LightningDataModule, got {datamodule!r:.80}. Pass loaders as"
+            " train_dataloaders=..."
+        )
     finder = SearchOnly(**options)
     return finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
 

@@ -285,3 +285,5 @@ def test_what_is_no_trainer_or_no_module_is_named():
         find_batch_size(module, quiet_trainer(), objective="memory")
     with pytest.raises(ValueError, match=r"model must be a LightningModule, got <function"):
         find_batch_size(quiet_trainer(), lambda: module, objective="memory")
+    with pytest.raises(ValueError, match=r"got <.*DataLoader.*Pass loaders as train_dataloaders="):
+        find_batch_size(quiet_trainer(), module, loader(2))
