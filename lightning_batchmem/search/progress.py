@@ -36,8 +36,13 @@ class SearchProgress(Progress):
         # What changes comes first, because a narrow terminal cuts off the end.
         text = "BatchFinder: {task.elapsed:.0f} s, {task.description}"
         # Where it is disabled, rich 13.7 still prints an empty line at the end.
-        # rich annotates its file as a text file, and needs only the methods that this one has.
-        console = console or Console(file=StandardOutput(), quiet=not enabled)  # type: ignore[arg-type]
+        # rich annotates its file as a text file, and needs only the methods that this one has. A
+        # notebook gets the lines of a log file: its live display would need ipywidgets.
+        console = console or Console(
+            file=StandardOutput(),  # type: ignore[arg-type]
+            quiet=not enabled,
+            force_jupyter=False,
+        )
         super().__init__(TextColumn(text, markup=False), console=console, disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
         self._num_trials = 0
@@ -102,6 +107,6 @@ class SearchProgress(Progress):
         self.update(self._task, description=f"{self._run}{now}, {self._trial}")
 
     def _print(self, text: str) -> None:
-        """Print a text where no line is shown, such as in a log file."""
-        if not (self.disable or self.console.is_terminal or self.console.is_jupyter):
+        """Print a text where no line is shown, such as in a log file and a notebook."""
+        if not (self.disable or self.console.is_terminal):
             self.console.out(text, highlight=False)

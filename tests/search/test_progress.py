@@ -124,3 +124,16 @@ def test_a_log_file_has_a_line_for_what_a_size_takes(trial, unit, text):
         progress.begin_trial(NextSize(trial.batch_size, "probe"), [])
         progress.measured(trial, unit)
         assert shown(console) == [f"run 1 of about 4{text}"]
+
+
+def test_a_notebook_gets_the_lines_of_a_log_file(monkeypatch, capsys):
+    """They need no ipywidgets, and are text in a notebook that is saved."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with SearchProgress(enabled=True) as progress:
+        progress.begin_trial(NextSize(2, "probe"), [])
+        progress.measured(Trial(2, "ok", TrialMemory({"forward": 5 * MIB})), Unit())
+    assert capsys.readouterr().out.splitlines() == [
+        START_TEXT,
+        "BatchFinder: 0 s, run 1 of about 4: 2 samples take 5.0 MiB",
+        "BatchFinder: 0 s, 1 run",
+    ]
