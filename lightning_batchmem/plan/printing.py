@@ -84,15 +84,10 @@ def why_not_printed(text: str) -> str:
         Why it could not be printed. It is empty if it was printed, or if nobody reads the pipe.
     """
     output = StandardOutput()
-    error: Exception | None = None
-    try:
-        # rich annotates its file as a text file, and needs only the methods that this one has.
-        Console(file=output).out(text, highlight=False)  # type: ignore[arg-type]
-    # A notebook shows a text in its own way, which may fail in any.
-    except Exception as raised:  # noqa: BLE001
-        error = raised
-    error = error or output.error
-    if error is None or isinstance(error, BrokenPipeError):
+    # A console of rich would show HTML in a notebook instead.
+    output.write(f"{text}\n")
+    error = output.error
+    if isinstance(error, BrokenPipeError | None):
         return ""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
