@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_batchmem.profile.summary import RunMemory, RunSpeed, Summary
 
 _MAX_ROWS = 10
+# As wide as the text of a plan.
+_WRAPPER = TextWrapper(width=80, subsequent_indent="  ", break_on_hyphens=False)
 # A first step is worth a number of its own if it takes as long as this many later ones.
 _LONG_FIRST = 2.0
 # The number of a block that has submodules.
@@ -31,14 +34,14 @@ def summary_text(summary: Summary) -> str:
     if summary.steps == 1:
         # The parts of its peak are not known.
         return headline(summary)
-    blocks = [summary.conclusion]
+    blocks = [_WRAPPER.fill(summary.conclusion)]
     if summary.memory.peak_bytes is not None:
         title = f"Memory of a {STAGES[summary.stage]} step ({device_text(summary.device)})"
         blocks.append(f"{title}\n{_memory_table(summary.memory)}")
     if summary.modules is not None and not summary.modules.why_not:
         title = "Memory by module at the peak of a step"
         blocks.append(f"{title}\n{module_table(summary.modules)}")
-    blocks.append("\n".join(_caption(summary)))
+    blocks.append("\n".join(map(_WRAPPER.fill, _caption(summary))))
     return "\n\n".join(filter(None, blocks))
 
 

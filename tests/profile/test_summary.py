@@ -213,6 +213,19 @@ def test_a_notebook_shows_the_table_and_a_list_one_line():
     assert repr(NO_MEMORY).startswith("<Summary of training: 1,200 steps")
 
 
+def test_no_line_is_longer_than_80_columns():
+    summary = replace(
+        MORE,
+        speed=replace(MORE.speed, cpu_utilization_pct=99.0, cores=16, data_wait_pct=0.0),
+        training="16 -> 24 samples a step, 226 -> 150 steps, learning rate 0.001 unchanged",
+        alerts=("The memory in use at the start of a step rises, " * 3,),
+    )
+    assert summary.conclusion in " ".join(str(summary).split())
+    assert max(map(len, lines(summary))) <= 80
+    # What continues a line is indented.
+    assert "  unchanged" in lines(summary)
+
+
 @pytest.mark.parametrize(
     "summary",
     [SUMMARY, UNKNOWN, MORE, with_memory(CUDA, between_steps=PeakBetweenSteps(MIB, None))],
