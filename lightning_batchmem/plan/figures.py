@@ -50,7 +50,8 @@ _LABEL: dict[str, Any] = {
 }
 # Labels of sizes that are this share of the axis apart do not overlap.
 _LABEL_SHARE = 0.08
-_TITLE_COLUMNS = 86
+# Of a small font, which has letters of several widths.
+_TITLE_COLUMNS = 78
 _NUMBER = "{x:,.0f}"
 
 

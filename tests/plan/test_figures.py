@@ -87,6 +87,15 @@ def test_a_validation_is_drawn_at_the_training_step_before_it():
 # --- a search
 
 
+def test_the_reason_is_not_cut_by_the_edge():
+    text = "because the system ends a process that runs out of memory, and more " * 3
+    plan = plan_with(PLAN, why=text, limit_bytes=MIB * 2**20)
+    figure = plan.plot()
+    figure.draw_without_rendering()
+    assert plan.reason[:40] in figure.axes[0].get_title("left")
+    assert figure.get_tightbbox().x1 <= figure.get_figwidth()
+
+
 def test_a_budget_is_named_on_the_axes():
     figure = plot_search(replace(PLAN, budget_name="max_tokens"))
     assert [panel.get_ylabel() for panel in figure.axes][1] == "throughput (items/s)"
