@@ -72,7 +72,8 @@ class Plan:
 
     def _repr_markdown_(self) -> str:
         """The text of the plan in a notebook, with its columns aligned."""
-        return f"```text\n{self}\n```"
+        # With the name of a language, the HTML of nbconvert has no font of equal widths.
+        return f"```\n{self}\n```"
 
     @property
     def unit(self) -> Unit:

@@ -107,7 +107,7 @@ def test_tensorboard_gets_the_plan_and_the_figure_once(tmp_path):
     trainer.validate(Validated(), data(), verbose=False)
     events = events_of(logger)
     (text,) = events.Tensors(f"{TEXT}/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == f"```text\n{PLAN}\n```"
+    assert text.tensor_proto.string_val[0].decode() == f"```\n{PLAN}\n```"
     (image,) = events.Images(FIGURE)
     assert (image.width, image.height) == (640, 480)
     assert (text.step, image.step) == (0, 0)

@@ -299,7 +299,7 @@ def test_the_seconds_of_a_training_are_those_of_its_steps():
 
 
 def test_a_notebook_shows_the_text_and_a_list_one_line():
-    assert PLAN._repr_markdown_() == f"```text\n{PLAN}\n```"
+    assert PLAN._repr_markdown_() == f"```\n{PLAN}\n```"
     assert repr(PLAN) == "<Plan: batch size 32, limited by memory, verified by a rehearsal>"
 
 

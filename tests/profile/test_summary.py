@@ -203,7 +203,7 @@ def test_other_numbers_are_below_the_table(summary, present, missing):
 def test_a_notebook_shows_the_table_and_a_list_one_line():
     markdown = MORE._repr_markdown_()
     table = "\n".join(lines(MORE))
-    assert markdown == f"```text\n{table}\n```"
+    assert markdown == f"```\n{table}\n```"
     assert markdown.count("|") > 0
     assert "Peaks of 2 ranks" in markdown
     assert repr(MORE) == (
