@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -36,12 +37,14 @@ class SearchProgress(Progress):
         # What changes comes first, because a narrow terminal cuts off the end.
         text = "BatchFinder: {task.elapsed:.0f} s, {task.description}"
         # Where it is disabled, rich 13.7 still prints an empty line at the end.
-        # rich annotates its file as a text file, and needs only the methods that this one has. A
-        # notebook gets the lines of a log file: its live display would need ipywidgets.
         console = console or Console(
+            # rich annotates its file as a text file, and needs only the methods that this one has.
             file=StandardOutput(),  # type: ignore[arg-type]
             quiet=not enabled,
+            # A notebook gets the lines of a log file. There a live line needs ipywidgets, or leaves
+            # escape codes in what is saved, because the kernel sets FORCE_COLOR.
             force_jupyter=False,
+            force_terminal=False if "ipykernel" in sys.modules else None,
         )
         super().__init__(TextColumn(text, markup=False), console=console, disable=not enabled)
         self._task = self.add_task("reading samples", total=None)
@@ -76,13 +79,12 @@ class SearchProgress(Progress):
         """
         self._num_trials += 1
         self._num_steps = 0
-        about = self._num_trials + runs_left(probe, trials)
-        self._run = f"run {self._num_trials} of about {about}"
+        self._run = f"run {self._num_trials} of about {self._num_trials + runs_left(probe, trials)}"
         model = fit_memory(trials)
-        predicted = ""
         rehearsal = "rehearsal of " * (probe.kind == "rehearsal")
-        if model is not None:
-            predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
+        predicted = (
+            "" if model is None else f", predicted {mib(model.predict_bytes(probe.batch_size))}"
+        )
         self._trial = f"{rehearsal}size {probe.batch_size:,}{predicted}"
         self._show()
 

@@ -126,13 +126,19 @@ def test_a_log_file_has_a_line_for_what_a_size_takes(trial, unit, text):
         assert shown(console) == [f"run 1 of about 4{text}"]
 
 
-def test_a_notebook_gets_the_lines_of_a_log_file(monkeypatch, capsys):
+def test_a_notebook_gets_the_lines_of_a_log_file(monkeypatch):
     """They need no ipywidgets, and are text in a notebook that is saved."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    # The kernel of a notebook sets this.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     with SearchProgress(enabled=True) as progress:
         progress.begin_trial(NextSize(2, "probe"), [])
         progress.measured(Trial(2, "ok", TrialMemory({"forward": 5 * MIB})), Unit())
-    assert capsys.readouterr().out.splitlines() == [
+    assert "".join(written).splitlines() == [
         START_TEXT,
         "BatchFinder: 0 s, run 1 of about 4: 2 samples take 5.0 MiB",
         "BatchFinder: 0 s, 1 run",
