@@ -22,6 +22,13 @@ def test_the_citation_has_the_version():
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
+def test_one_sentence_says_everywhere_what_the_package_does():
+    project = (ROOT / "pyproject.toml").read_text()
+    (tagline,) = re.findall(r'^description = "(.*)"$', project, re.MULTILINE)
+    assert read("CITATION.cff")["title"] == f"lightning-batchmem: {tagline}"
+    assert f'\nsite_description: "{tagline}"\n' in (ROOT / "mkdocs.yml").read_text()
+
+
 @pytest.mark.parametrize("name", ["ci", "newest"])
 def test_commands_of_a_workflow_exist(name):
     (job,) = read(f".github/workflows/{name}.yml")["jobs"].values()
