@@ -34,15 +34,16 @@ def draw(out: Path) -> None:
         folder = Path(directory)
         print(what_it_prints(folder))
         (log_dir,) = folder.glob("lightning_logs/version_*")
-        drawn = draw_figures(log_dir, out)
         simulated = folder / "simulated"
         simulated.mkdir()
         simulate = ["simulate", GPU, "--out", str(simulated / PLAN_NAME), str(SCRIPT)]
         subprocess.run([sys.executable, "-m", "lightning_batchmem", *simulate], check=True)
-        drawn += draw_figures(simulated, simulated)
+        drawn = draw_figures(log_dir, folder) + draw_figures(simulated, simulated)
         assert drawn == 0
         light = out / "simulated-light.png"
         light.write_bytes((simulated / "search.png").read_bytes())
+        over_steps = "memory_over_steps.png"
+        (out / over_steps).write_bytes((folder / over_steps).read_bytes())
     print(machine())
     darken(light, out / "simulated-dark.png")
     for path in sorted(out.glob("*.png")):

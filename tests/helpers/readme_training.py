@@ -10,7 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from lightning_batchmem.simulated_gpu.gpus import gpu_named
+from lightning_batchmem.plan.records import MIB
+from lightning_batchmem.simulated_gpu.gpus import CONTEXT_BYTES, gpu_named
 from tests.helpers.cuda_stub import output_on_stub
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +47,11 @@ def what_it_prints(folder: Path) -> str:
     settings = {
         "CUDA_STUB_NAME": f"simulated {GPU}",
         "CUDA_STUB_BYTES": gpu.memory_bytes,
+        # As `simulate` assumes.
+        "CUDA_STUB_CONTEXT_MIB": CONTEXT_BYTES / MIB,
         "CUDA_STUB_CAPABILITY": f"{major}.{minor}",
         "CUDA_STUB_SMS": gpu.multiprocessors,
-        "CUDA_STUB_L2_MIB": (gpu.l2_cache_bytes or 0) / 2**20,
+        "CUDA_STUB_L2_MIB": (gpu.l2_cache_bytes or 0) / MIB,
         # torch is built for 8.6, whose kernels run there.
         "CUDA_STUB_KERNELS": 86,
         # Without a time for each kernel no size is faster than another.
