@@ -16,9 +16,16 @@ from lightning_batchmem.plan.options import SearchOptions
 
 def is_our_error(error: BaseException) -> bool:
     """Whether a line of this package raised the error, with a sentence for the user."""
-    origin = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_own = Path(origin).is_relative_to(Path(__file__).parents[1])
+    is_own = calls_after_ours(error) == 0
     return is_own and isinstance(error, ValueError | RuntimeError | ImportError)
+
+
+def calls_after_ours(error: BaseException) -> int:
+    """How many of the last calls in the traceback of an error are not in this package."""
+    package = Path(__file__).parents[1]
+    calls = reversed(traceback.extract_tb(error.__traceback__))
+    are_ours = [Path(call.filename).is_relative_to(package) for call in calls]
+    return [*are_ours, True].index(True)
 
 
 def reason_of(error: Exception) -> str:
@@ -56,9 +63,9 @@ def noted_errors(
                 error,
                 "BatchFinder: this error occurred in the search before the training, at batch size"
                 f" {batch_size()}. If the step needs more samples, pass min_batch_size, or"
-                " drop_last=True if the last batch of an epoch is too small; if it needs"
-                " what another callback sets in on_fit_start or later, let the callback set it in"
-                " setup.",
+                " drop_last=True for the last batch of an epoch; if it can take no more,"
+                " max_batch_size; if it needs what another callback sets in on_fit_start or later,"
+                " let the callback set it in setup.",
             )
         raise
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_batchmem.devices import device_memory_for, device_name
 from lightning_batchmem.devices.base import DeviceMemory
-from lightning_batchmem.devices.foreign_values import begin_run, value_or_none
+from lightning_batchmem.devices.foreign_values import add_note, begin_run, value_or_none
 from lightning_batchmem.devices.optimizers import StepHooks
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.devices.tensors import tensors_in
@@ -92,7 +92,13 @@ def _searched(
             device=device_name(loop.device),
             parameters=parameters_text(program.module),
         )
-        return search.run(given_plan)
+        try:
+            return search.run(given_plan)
+        # A user's step may raise any error, which is raised again with the size.
+        except Exception as error:
+            if size := program.training.batch_size:
+                add_note(error, f"This error occurred in the search, at batch size {size}.")
+            raise
 
 
 @contextmanager
@@ -147,6 +153,8 @@ class LoopProgram(Program):
         device_memory: the memory of its device.
         multiple_of: every batch has a multiple of this many samples.
     """
+
+    training: LoopSteps
 
     def __init__(self, loop: TrainingLoop, device_memory: DeviceMemory, multiple_of: int) -> None:
         self.phases = PhasePeaks(device_memory)
@@ -222,6 +230,8 @@ class LoopSteps(Steps):
 
     program: LoopProgram
     loop: TrainingLoop
+    # That is tried now.
+    batch_size: int = 0
     _marks: ExitStack = field(default_factory=ExitStack)
     # The batch of the next step, which takes it out, and then holds the only reference.
     _next_batch: list[Any] = field(default_factory=list)
@@ -236,6 +246,7 @@ class LoopSteps(Steps):
 
     def begin(self, batch_size: int) -> int:
         program = self.program
+        self.batch_size = batch_size
         self._marks.enter_context(marked_phases(program.phases, program.optimizers))
         return 1
 

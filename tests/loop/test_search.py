@@ -157,8 +157,9 @@ def test_an_error_of_a_step_is_raised_and_everything_is_restored():
 
     loop.step = failing
     backward = torch.autograd.backward
-    with pytest.raises(LookupError, match="of the user"):
+    with pytest.raises(LookupError, match="of the user") as raised:
         found(loop)
+    assert raised.value.__notes__ == ["This error occurred in the search, at batch size 8."]
     assert torch.equal(loop.model[0].weight, before)
     assert not loop.optimizer.state
     assert not loop.optimizer._optimizer_step_pre_hooks
@@ -219,6 +220,18 @@ def test_wrong_arguments(name):
     (positional if name in positional else options)[name] = value
     with pytest.raises(ValueError, match=message):
         find_batch_size_of_loop(*positional.values(), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ([], {"max_size": 8}, r"has no argument max_size\. Did you mean max_batch_size\?$"),
+        ([None], {}, r"takes its arguments by name, such as model=\.\.\., got None$"),
+    ],
+)
+def test_the_names_of_arguments(arguments, options, message):
+    with pytest.raises(TypeError, match=f"^find_batch_size_of_loop {message}"):
+        find_batch_size_of_loop(print, print, *arguments, **options)
 
 
 def test_models_without_weights_here():
