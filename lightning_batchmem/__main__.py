@@ -22,12 +22,12 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 
 from lightning_batchmem import check as memory_test
 from lightning_batchmem import comparison
-from lightning_batchmem._lightning.errors import is_our_error
+from lightning_batchmem._lightning.errors import calls_after_ours, is_our_error
 from lightning_batchmem._version import __version__
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.figures import plot_memory_over_steps
 from lightning_batchmem.plan.json_fields import check_regular, read_small, to_json
-from lightning_batchmem.plan.options import Objective, SearchOptions, object_named
+from lightning_batchmem.plan.options import Objective, SearchOptions, advice_on, object_named
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import printable, why_not_printed
 from lightning_batchmem.plan.records import MIB
@@ -272,6 +272,8 @@ def draw(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # jsonargparse has no switches.
+    words = ["--update=true" if word == "--update" else word for word in words]
     try:
         if words[:2] == ["simulate", "--list"]:
             _print(names_text())
@@ -292,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_our_error(error):
             _print_error(f"error: {error}")
         else:
-            traceback.print_exc()
+            # The calls of this package before those of the user's code say nothing.
+            traceback.print_exception(error, limit=-calls_after_ours(error) or None)
         return 2
     return exit_code
 
@@ -333,14 +336,23 @@ class _Parser(ArgumentParser):
     """A parser whose errors are one line, without the usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        _print_error(f"error: {message}")
+        advice = "--help describes the arguments."
+        if "trainer" in message:
+            advice = "Write one argument at a time, as in --trainer.accelerator=gpu."
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            # argparse has no public list of the options.
+            advice = advice_on(unknown.partition("=")[0], list(self._option_string_actions))
+        _print_error(f"error: {message.rstrip('.')}. {advice}")
         sys.exit(2)
 
 
 def _check_file(out: Path | None) -> None:
     """Raise a ValueError unless the file can be written: a search may take long."""
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ValueError(f"{out} must be a file in an existing directory")
+    if out is not None and (
+        out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)
+    ):
+        raise ValueError(f"{out} must be a file in an existing directory that can be written")
 
 
 def _write(text: str, content: str, out: Path | None) -> None:

@@ -28,6 +28,7 @@ from lightning_batchmem.devices.base import MemoryStats
 from lightning_batchmem.devices.host import HostMemory
 from lightning_batchmem.find import SearchOnly
 from lightning_batchmem.plan.json_fields import from_json, read_small
+from lightning_batchmem.plan.options import names_our_arguments
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.policy import ReadingPolicy, SearchPolicy
 from lightning_batchmem.plan.records import PHASES
@@ -92,6 +93,7 @@ class _SearchOnHost(SearchOnly):
         return _TensorsOnHost()
 
 
+@names_our_arguments
 def assert_memory(
     make: Make,
     reference: str | Path,
@@ -110,7 +112,7 @@ def assert_memory(
         make: a function without arguments that returns a module, or ``(module, data)``; data is a
             datamodule, training loaders or ``None``.
         reference: the file that ``python -m lightning_batchmem check`` writes with
-            ``--update true``.
+            ``--update``.
         tolerance: each part may grow by this share of the reference.
         base: arguments of the Trainer, such as ``precision``.
 
@@ -127,35 +129,23 @@ def assert_memory(
     check_make(make)
     path = Path(reference)
     if not path.exists():
-        name = getattr(make, "__qualname__", "")
+        function = getattr(make, "__qualname__", "")
+        remark = ""
         # The command finds neither a lambda nor a function in another one.
-        function = name if name.isidentifier() else "MAKE"
+        if not function.isidentifier():
+            function = "MAKE"
+            remark = ", where MAKE is the name of a function"
         options = "".join(f" --trainer.{name}={value}" for name, value in (base or {}).items())
         raise AssertionError(
             f"{path} does not exist. Write it with: python -m lightning_batchmem check"
-            f" {make.__module__}:{function} --reference {path}{options} --update true"
+            f" {make.__module__}:{function} --reference {path}{options} --update{remark}"
         )
-    grown, smaller = differences(make, path, tolerance, base or {})
+    before = read_reference(path, tolerance, HOST)
+    grown, smaller = compared(before, measure(make, base or {}), tolerance)
     if grown:
         raise AssertionError("\n".join(grown))
     if smaller:
         sys.stdout.write("\n".join(smaller) + "\n")
-
-
-def differences(
-    make: Make, path: Path, tolerance: float, base: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Measure the memory of a step, and compare it with that in a file.
-
-    Returns:
-        A line for each part that has grown, and for each that is smaller.
-
-    Raises:
-        ValueError: for an argument out of range, a damaged file, and a step that cannot be
-            measured.
-    """
-    reference = read_reference(path, tolerance, HOST)
-    return compared(reference, measure(make, base), tolerance)
 
 
 def read_reference(path: Path, tolerance: float, device: str) -> MeasuredStep:
@@ -173,18 +163,18 @@ def read_reference(path: Path, tolerance: float, device: str) -> MeasuredStep:
     if not is_number or not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance must be a share such as 0.01, got {tolerance!r}")
     if not path.exists():
-        raise ValueError(f"{path} does not exist. Write it with --update true.")
+        raise ValueError(f"{path} does not exist. Write it with --update.")
     try:
         reference = from_json(MeasuredStep, read_small(path))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} must be a reference of the memory test ({error}). Write it again with"
-            " --update true."
+            " --update."
         ) from error
     if reference.device != device:
         raise ValueError(
             f"{path} was measured on another device ({reference.device}, and not {device})."
-            " Name another file, or write this one again with --update true."
+            " Name another file, or write this one again with --update."
         )
     return reference
 

@@ -30,7 +30,12 @@ from lightning_batchmem._lightning.trainer_state import (
 from lightning_batchmem.batch_finder import BatchFinder
 from lightning_batchmem.loop.search import plan_of_loop
 from lightning_batchmem.loop.training_loop import training_loop
-from lightning_batchmem.plan.options import Objective, SearchOptions, check_switches
+from lightning_batchmem.plan.options import (
+    Objective,
+    SearchOptions,
+    check_switches,
+    names_our_arguments,
+)
 from lightning_batchmem.plan.plan import Plan, check_plan
 
 _Arguments = ParamSpec("_Arguments")
@@ -43,10 +48,9 @@ def _only_with_trainer(find: Callable[_Arguments, Plan]) -> Callable[_Arguments,
     def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> Plan:
         first = [*arguments, keywords.get("trainer")][0]
         if not isinstance(first, in_every_package("trainer.Trainer")):
-            if isinstance(first, Module):
-                raise ValueError("find_batch_size takes the Trainer first, and then the module")
             raise ValueError(
-                f"trainer must be a Trainer, got {first!r:.80}. For a loop without a Trainer call"
+                "find_batch_size takes the Trainer first, and then the module, got"
+                f" {first!r:.80}. For a loop without a Trainer call"
                 " find_batch_size_of_loop(step, make_batch, model=..., optimizer=...)."
             )
         return find(*arguments, **keywords)
@@ -95,16 +99,17 @@ def find_batch_size(
     # A compiled model wraps the module.
     if not isinstance(getattr(model, "_orig_mod", model), in_every_package("core.LightningModule")):
         raise ValueError(f"model must be a LightningModule, got {model!r:.80}")
-    # In Trainer.fit the argument after the model is that of the loaders.
-    if not isinstance(datamodule, (*in_every_package("core.LightningDataModule"), type(None))):
+    kinds = in_every_package("core.LightningDataModule")
+    if datamodule is not None and not isinstance(datamodule, kinds):
         raise ValueError(
             f"datamodule must be a LightningDataModule, got {datamodule!r:.80}. Pass loaders as"
-            " train_dataloaders=..."
+            " train_dataloaders=."
         )
     finder = SearchOnly(**options)
     return finder.search(trainer, model, datamodule, train_dataloaders, val_dataloaders)
 
 
+@names_our_arguments
 def find_batch_size_of_loop(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
@@ -235,12 +240,7 @@ class SearchOnly(BatchFinder):
         datamodules = [item for item in data if isinstance(item, kinds)]
         # A compiled model wraps the module.
         module = getattr(model, "_orig_mod", model)
-        snapshot = ProjectSnapshot(
-            module,
-            loaders,
-            datamodules,
-            trainer,
-        )
+        snapshot = ProjectSnapshot(module, loaders, datamodules, trainer)
         # The path may lead through a class, which is not restored.
         owners = (module, *datamodules)
         snapshot.add(

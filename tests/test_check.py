@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_batchmem import assert_memory
 from lightning_batchmem.__main__ import main
-from lightning_batchmem.check import MeasuredStep, PhaseMemory, compared, differences, measure
+from lightning_batchmem.check import MeasuredStep, PhaseMemory, compared, measure
 from lightning_batchmem.plan.json_fields import to_json
 
 MIB = 2**20
@@ -257,14 +257,14 @@ def test_a_damaged_file_is_named(tmp_path, text):
     path = tmp_path / "memory.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"memory\.json must be a reference of the memory test"):
-        differences(make, path, 0.01, {})
+        assert_memory(make, path)
 
 
 @pytest.fixture
 def reference(tmp_path):
     """The reference of ``make``, as the command line writes it."""
     path = tmp_path / "memory.json"
-    assert main(["check", f"{__name__}:make", "--reference", str(path), "--update", "true"]) == 0
+    assert main(["check", f"{__name__}:make", "--reference", str(path), "--update"]) == 0
     return path
 
 
@@ -317,8 +317,16 @@ def test_an_object_and_a_function_without_a_name(tmp_path):
     message = r"such as lambda: MyModule\(\), got an object of " + type(module).__name__
     with pytest.raises(ValueError, match=message):
         assert_memory(module, path)
-    with pytest.raises(AssertionError, match=f"check {__name__}:MAKE --reference "):
+    with pytest.raises(AssertionError) as failed:
         assert_memory(lambda: None, path)
+    command = f"check {__name__}:MAKE --reference {path} --update"
+    assert str(failed.value).endswith(f"{command}, where MAKE is the name of a function")
+
+
+def test_an_argument_that_it_does_not_have(tmp_path):
+    message = r"assert_memory has no argument update\. It has make, reference, tolerance, base\.$"
+    with pytest.raises(TypeError, match=message):
+        assert_memory(make, tmp_path / "memory.json", update=True)
 
 
 def test_a_reference_of_a_simulated_gpu_is_not_one_of_the_host(tmp_path):

@@ -218,7 +218,7 @@ def test_the_size_is_as_before_where_it_is_not_in_a_plain_object(make, device, m
     ],
 )
 def test_a_loop_without_a_trainer_has_a_function_of_its_own(call):
-    message = r"^trainer must be a Trainer, got <function.* call find_batch_size_of_loop\(step, "
+    message = r"takes the Trainer first, .*, got <function.* call find_batch_size_of_loop\(step, "
     with pytest.raises(ValueError, match=message):
         call(lambda batch: None, CASES["sgd_momentum"].module(4))
 
@@ -285,5 +285,7 @@ def test_what_is_no_trainer_or_no_module_is_named():
         find_batch_size(module, quiet_trainer(), objective="memory")
     with pytest.raises(ValueError, match=r"model must be a LightningModule, got <function"):
         find_batch_size(quiet_trainer(), lambda: module, objective="memory")
-    with pytest.raises(ValueError, match=r"got <.*DataLoader.*Pass loaders as train_dataloaders="):
-        find_batch_size(quiet_trainer(), module, loader(2))
+    with pytest.raises(ValueError, match=r"got \[\]\. Pass loaders as train_dataloaders=\.$"):
+        find_batch_size(quiet_trainer(), module, [])
+    with pytest.raises(TypeError, match=r"argument dataloaders\. find_batch_size takes train_"):
+        find_batch_size(quiet_trainer(), module, dataloaders=[])

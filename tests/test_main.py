@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_batchmem.__main__
 import lightning_batchmem.batch_finder
 import lightning_batchmem.memory_profiler
 from lightning_batchmem import BatchFinder, MemoryProfiler, Plan
@@ -340,7 +341,7 @@ def test_find(project, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
-@pytest.mark.parametrize("command", ["find --out", "check --update true --reference"])
+@pytest.mark.parametrize("command", ["find --out", "check --update --reference"])
 def test_a_full_disk_is_an_error_of_one_line(project, capsys, command):
     name, *options = command.split()
     if name == "find":
@@ -378,6 +379,22 @@ def test_an_error_of_the_user_keeps_its_traceback(project, capsys, target, error
     assert "Traceback (most recent call last)" in text
     # A note about the search may follow.
     assert f"\n{error.__name__}: {message}" in text
+    # The calls before those of the user say nothing.
+    assert lightning_batchmem.__path__[0] not in text
+
+
+def test_an_error_in_this_package_keeps_all_its_calls(project, capsys, monkeypatch):
+    monkeypatch.setattr(lightning_batchmem.__main__, "_FIGURES", {"a name": None})
+    assert main(["draw", "."]) == 2
+    text = capsys.readouterr().err
+    assert re.findall("__main__.*in (.*)", text) == ["main", "draw"]
+
+
+@pytest.mark.parametrize("arguments", ["find {} --out x", "check {} --update --reference x"])
+def test_a_folder_that_cannot_be_written_is_refused_first(project, capsys, monkeypatch, arguments):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    error = error_of(arguments.format("my_project:make"), capsys)
+    assert error == "error: x must be a file in an existing directory that can be written"
 
 
 def test_compare(project, capsys):
@@ -411,7 +428,7 @@ MADE = "make must return a LightningModule, or (module, data), got "
     ],
 )
 def test_something_else_than_a_module_is_one_line(project, capsys, command, name, got):
-    options = ["--update", "true"] if command == "check" else ["--trainer.accelerator", "cpu"]
+    options = ["--update"] if command == "check" else ["--trainer.accelerator", "cpu"]
     exit_code = main([command, f"my_project:{name}", *options])
     printed = capsys.readouterr()
     if command == "compare":
@@ -453,18 +470,20 @@ def error_of(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("find my_project:mak", "an object of my_project, got 'mak'; it has: torch, Trainer, "),
-        ("find my_project", "there is no script 'my_project' in {cwd}; a function is MODULE:NAME"),
+        ("find my_project:mak", "an object of my_project, got 'mak'. Did you mean make?"),
+        ("find my_project:12", "a name must be MODULE:NAME, such as my_package.train:make, got"),
+        ("find my_project", "there is no script 'my_project' in {cwd}. A function MODULE:NAME is"),
+        ("simulate 8GiB my_project:make", "there is no script 'my_project:make' in {cwd}. A func"),
         (
             "find my_projec:make",
             "must name a module, got 'my_projec'; modules in {cwd}: fails, imports, my_project",
         ),
-        ("find :make", "a name must be MODULE:NAME, got ':make'"),
-        ("find .my_project:make", "a name must be MODULE:NAME, got '.my_project:make'"),
+        ("find :make", "such as my_package.train:make, got ':make'"),
+        ("find .my_project:make", "train:make, got '.my_project:make'"),
         ("compare my_project:make --variants none", "an object of my_project, got 'none'"),
         ("find my_project:make --objective speed", "'throughput']. Got value: speed"),
         ("find my_project:make --max_batch_size 0", "max_batch_size must be a whole number"),
-        ("find my_project:make --trainer 1", 'Parser key "trainer"'),
+        ("find my_project:make --trainer gpu", "at a time, as in --trainer.accelerator=gpu."),
         ("find my_project:make --trainer.foo=1", "unexpected keyword argument 'foo'"),
         ("find my_project:make --trainer.accelerator=banana", "banana"),
         ("find my_project:variants", "such as lambda: MyModule(), got an object of dict"),
@@ -472,16 +491,21 @@ def error_of(arguments, capsys):
         ("find my_project:make --out .", ". must be a file in an existing directory"),
         ("compare my_project:make --variants make", "variants must be a dictionary, got function"),
         ("compare my_project:make --variants wrong", "of arguments each, got 1: {{}}"),
-        ("find my_project:make --no_such 1", "unrecognized arguments: --no_such 1"),
+        ("find my_project:make --max_size 1", "--max_size 1. Did you mean --max_batch_size?"),
+        ("find --max-batch-size=8 my_project:make", "Did you mean --max_batch_size?"),
+        ("find -o plan.json my_project:make", "unrecognized arguments: -o=plan.json. It has -h, "),
+        ("draw logs --xyz", "unrecognized arguments: --xyz. It has -h, --help, "),
         ("fin my_project:make", "(choose from"),
-        ("find", "required: find.program"),
+        ("find", "required: find.program. --help describes the arguments."),
         (
             "check my_project:make --reference no.json",
-            "no.json does not exist. Write it with --update true.",
+            "no.json does not exist. Write it with --update.",
         ),
-        ("check my_project:make --reference . --update true", ". must be a file in an existing"),
+        ("check my_project:make --reference . --update", ". must be a file in an existing"),
+        ("check --update my_project:make --reference .", ". must be a file in an existing"),
+        ("check my_project:make --update=true --reference .", ". must be a file in an existing"),
         ("check my_project:make --reference fails.py", "fails.py must be a reference of the"),
-        ("check my_project:mak --update true", "an object of my_project, got"),
+        ("check my_project:mak --update", "an object of my_project, got"),
         ("check my_project:make --tolerance 1x", 'Parser key "tolerance"'),
         ("check my_project:make --tolerance=-1", "tolerance must be a share such as 0.01, got -1"),
     ],
@@ -500,7 +524,7 @@ def check(target, *arguments):
 
 
 def test_a_reference_is_written_and_compared(project, capsys):
-    assert check("make", "--update", "true") == 0
+    assert check("make", "--update") == 0
     assert capsys.readouterr().out == f"{WRITTEN}\n"
     content = json.loads(Path("memory.json").read_text())
     assert list(content["phases"]) == ["forward", "backward", "optimizer_step"]
@@ -515,19 +539,19 @@ def test_a_reference_is_written_and_compared(project, capsys):
 
 
 def test_a_smaller_model_passes_and_is_printed(project, capsys):
-    assert check("wider", "--update", "true") == 0
+    assert check("wider", "--update") == 0
     written = Path("memory.json").read_text()
     capsys.readouterr()
     assert check("make") == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.partition(":")[0] for line in lines} > {"forward, a sample", "backward, a sample"}
     assert Path("memory.json").read_text() == written
-    assert check("make", "--update", "true") == 0
+    assert check("make", "--update") == 0
     assert check("wider") == 1
 
 
 def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
-    assert check("make", "--update", "true") == 0
+    assert check("make", "--update") == 0
     capsys.readouterr()
     assert check("few_samples") == 2
     assert (
@@ -546,13 +570,13 @@ def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
 def test_two_processes_write_the_same_file(project):
     command = [sys.executable, "-m", "lightning_batchmem", "check", "my_project:wider"]
     done = subprocess.run(
-        [*command, "--reference", "other.json", "--update", "true"], capture_output=True, text=True
+        [*command, "--reference", "other.json", "--update"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (
         0,
         f"{WRITTEN}\n".replace("memory.json", "other.json"),
     ), done.stderr
-    assert check("wider", "--update", "true") == 0
+    assert check("wider", "--update") == 0
     # The process of the tests has run other models before.
     assert Path("memory.json").read_bytes() == Path("other.json").read_bytes()
 
@@ -739,7 +763,7 @@ def test_the_memory_test_on_a_simulated_gpu(simulated, capsys):
         "assumptions": ("All are assumed.",),
     }
     words = ["--gpu", "rtx 4090", "--trainer.precision", "bf16-mixed"]
-    assert check("make", *words, "--update", "true") == 0
+    assert check("make", *words, "--update") == 0
     ((program, gpu, context_bytes, options, *_),) = asked
     trainer = {"precision": "bf16-mixed"}
     assert program == Script("memory_test", "my_project:make", trainer=trainer)
@@ -779,7 +803,7 @@ def test_a_reference_of_another_device_is_refused(simulated, capsys, device, gpu
 def test_a_step_without_memory_has_not_grown(simulated, capsys, outcome):
     _, outcomes = simulated
     outcomes["8GiB"] = outcome
-    assert check("make", "--gpu", "8GiB", "--update", "true") == 2
+    assert check("make", "--gpu", "8GiB", "--update") == 2
     (reason,) = outcome.values()
     assert capsys.readouterr() == ("", f"error: simulated 8GiB: {reason}\n")
     assert not Path("memory.json").exists()
@@ -814,9 +838,9 @@ def test_simulate_lists_the_gpus(capsys):
         ("simulate RTX-4090", "must be followed by a GPU and a program, as in `simulate RTX-4090"),
         ("simulate train.py --out plan.json", "must be followed by a GPU and a program"),
         ("find my_project:make --gpu 8GiB --plan plan.json", "plan must be null"),
-        ("check my_project:make --gpu RTX-4091 --update true", "RTX-4090"),
-        ("check my_project:make --gpu 8GiB,9GiB --update true", "is neither a known GPU nor"),
-        ("check my_project:make --gpu 99MiB --update true", "a GPU of 99MiB has no room"),
+        ("check my_project:make --gpu RTX-4091 --update", "RTX-4090"),
+        ("check my_project:make --gpu 8GiB,9GiB --update", "is neither a known GPU nor"),
+        ("check my_project:make --gpu 99MiB --update", "a GPU of 99MiB has no room"),
         ("check my_project:make --gpu 8GiB", "memory.json does not exist. Write it with --update"),
         ("simulate", "must be followed by a GPU and a program"),
     ],

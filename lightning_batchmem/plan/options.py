@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, NoReturn, ParamSpec, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 _Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 Objective = Literal["auto", "recipe", "memory", "throughput"]
 LearningRateScaling = Literal["linear", "sqrt"]
@@ -44,8 +45,11 @@ _PERCENTAGE = re.compile(r"\s*(\d{1,3}(?:\.\d{1,18})?)\s*%\s*")
 _LEAST_LIMIT_BYTES = 2**20
 
 
-# The arguments of Lightning's BatchSizeFinder that BatchFinder does not have.
-_OF_LIGHTNING = {
+# What to do instead for arguments of Lightning's BatchSizeFinder, and others that one may expect.
+_INSTEAD = {
+    "batch_size": "The project has it; max_batch_size is the largest size to consider.",
+    "dataloaders": "find_batch_size takes train_dataloaders=, a list of loaders.",
+    "trainer": "Arguments of the Trainer are in base=, a dictionary.",
     "mode": "It fits lines to a few sizes instead of doubling or bisecting; leave it out.",
     "steps_per_trial": "It chooses the steps of each size itself; leave it out.",
     "init_val": "Pass min_batch_size for the smallest size to try.",
@@ -55,24 +59,36 @@ _OF_LIGHTNING = {
 }
 
 
-def names_our_arguments(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Refuse an argument without a name, or with an unknown one, with a sentence that has ours."""
-    kind = init.__qualname__.partition(".")[0]
-    _, *names = inspect.signature(init).parameters
+def advice_on(name: str, names: Sequence[str]) -> str:
+    """What to write instead of an unknown name: the nearest one, or any of them."""
+    near = get_close_matches(name, names, n=1)
+    return f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
 
-    @functools.wraps(init)
-    def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> None:
-        if len(arguments) > 1:
+
+def names_our_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Refuse an argument that needs a name, or has an unknown one, with a sentence that has ours.
+
+    Args:
+        function: a public function, or the ``__init__`` of a public class.
+    """
+    kind = function.__qualname__.partition(".")[0]
+    parameters = inspect.signature(function).parameters.values()
+    names = [one.name for one in parameters if one.name != "self"]
+    by_name = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    places = len(parameters) - len(by_name)
+
+    @functools.wraps(function)
+    def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        if len(arguments) > places:
             raise TypeError(
-                f"{kind} takes its arguments by name, such as {names[0]}=..., got"
-                f" {arguments[1]!r:.80}"
+                f"{kind} takes its arguments by name, such as {by_name[0]}=..., got"
+                f" {arguments[places]!r:.80}"
             )
         for name in keywords:
             if name not in names:
-                near = get_close_matches(name, names, n=1)
-                advice = f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
-                raise TypeError(f"{kind} has no argument {name}. {_OF_LIGHTNING.get(name, advice)}")
-        init(*arguments, **keywords)
+                advice = _INSTEAD.get(name, advice_on(name, names))
+                raise TypeError(f"{kind} has no argument {name}. {advice}")
+        return function(*arguments, **keywords)
 
     return checked
 
@@ -83,8 +99,7 @@ def check_runs(search_on_resume: object, then: object, plan: object, *, apply: b
         raise ValueError(
             f'search_on_resume must be True, False or "if_changed", got {search_on_resume!r:.80}'
         )
-    if then not in ("train", "exit"):
-        raise ValueError(f'then must be "train" or "exit", got {then!r:.80}')
+    _check_choice("then", then, ("train", "exit"))
     if apply and (plan is None or then == "exit"):
         raise ValueError(
             "apply=True must come with a plan, and trains with it: pass plan=, and leave then out"
@@ -93,14 +108,6 @@ def check_runs(search_on_resume: object, then: object, plan: object, *, apply: b
         raise ValueError(
             f'then="exit" must come with a file for the plan, as plan="plan.json", got {plan!r:.80}'
         )
-
-
-def refuse_optimal_batch_size(finder: object) -> NoReturn:
-    """The size that was found, under the name that Lightning's finder has for it."""
-    raise AttributeError(
-        f"{type(finder).__name__} has no attribute optimal_batch_size, which Lightning's"
-        " BatchSizeFinder has. Read finder.plan.batch_size after fit."
-    )
 
 
 @dataclass(frozen=True)
@@ -303,7 +310,9 @@ def object_named(target: str) -> Any:
     """The object with the name ``module:name``; a wrong name ends with a list of right ones."""
     module_name, _, name = target.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise ValueError(f"a name must be MODULE:NAME, got {target!r}")
+        raise ValueError(
+            f"a name must be MODULE:NAME, such as my_package.train:make, got {target!r}"
+        )
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
@@ -315,10 +324,9 @@ def object_named(target: str) -> Any:
             f"{target} must name a module, got {module_name!r}; modules in {Path.cwd()}: {modules}"
         ) from error
     if not hasattr(module, name):
-        names = [key for key, value in vars(module).items() if not key.startswith("_")]
+        names = [key for key in vars(module) if not key.startswith("_")]
         raise ValueError(
-            f"{target} must name an object of {module_name}, got {name!r}; it has:"
-            f" {', '.join(names)}"
+            f"{target} must name an object of {module_name}, got {name!r}. {advice_on(name, names)}"
         )
     return getattr(module, name)
 

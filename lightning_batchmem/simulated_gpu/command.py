@@ -31,22 +31,23 @@ def with_program_as_list(words: list[str]) -> list[str]:
         return words
     joined = words[:1]
     remaining = words[1:]
-    has_gpus = words[0] == "find"
+    is_find = words[0] == "find"
+    has_gpus = is_find
     while remaining:
         word = remaining.pop(0)
-        if word.startswith("--"):
+        if word.startswith("-") and word != "-m":
             # Every option but --help has a value.
-            if remaining and "=" not in word and word != "--help":
+            if remaining and "=" not in word and word not in ("-h", "--help"):
                 word = f"{word}={remaining.pop(0)}"
-        elif word != "-h":
-            if has_gpus and words[0] == "find" and is_function([word]):
+        else:
+            if is_find and is_function([word]):
                 return [*joined, json.dumps([word]), *remaining]
             if has_gpus:
                 return [*joined, json.dumps([word, *remaining])]
             has_gpus = True
         joined.append(word)
     # A configuration may name the program of find.
-    if words[0] == "simulate" and not {"-h", "--help"} & set(joined):
+    if not is_find and not {"-h", "--help"} & set(joined):
         raise ValueError(
             "simulate must be followed by a GPU and a program, as in `simulate RTX-4090 train.py`;"
             " `simulate --list` prints the GPUs"

@@ -1,7 +1,7 @@
 """The memory test of the examples, as in the documentation.
 
 python -m lightning_batchmem check examples.NAME:make \
-    --reference examples/memory/NAME.json --update true
+    --reference examples/memory/NAME.json --update
 """
 
 import importlib
