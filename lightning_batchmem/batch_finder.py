@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property, partial, update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,7 +54,6 @@ from lightning_batchmem.plan.options import (
     check_runs,
     check_switches,
     names_our_arguments,
-    refuse_optimal_batch_size,
 )
 from lightning_batchmem.plan.plan import Plan, check_plan
 from lightning_batchmem.plan.policy import SearchPolicy
@@ -173,7 +172,8 @@ class BatchFinder(Callback):
     # Whether a search keeps the engine of the strategy, because the process ends after it.
     _keeps_engine = False
 
-    optimal_batch_size = property(refuse_optimal_batch_size)
+    # It exists once a run has begun.
+    plan: Plan | None
 
     @names_our_arguments
     def __init__(
@@ -244,14 +244,15 @@ class BatchFinder(Callback):
         finder._is_optional = True
         return finder
 
-    # Once a run has begun, an attribute of the object is in its place.
-    @cached_property
-    def plan(self) -> Plan | None:
-        """The plan of the last search."""
-        raise AttributeError(
-            "BatchFinder has no plan before fit, nor where another process or a copy of it trains."
-            " Read finder.plan after fit, or batch_plan.json, which a MemoryProfiler writes."
-        )
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where the size is, under whatever name it is looked for."""
+            raise AttributeError(
+                f"BatchFinder has no {name}. As one of Trainer(callbacks=[...]) it gets a plan in"
+                " fit: read finder.plan.batch_size after it. Where another process or a copy of it"
+                " trains, read batch_plan.json, which a MemoryProfiler writes."
+            )
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
         """Return the memory that a search uses; override it to search on another kind of device."""
@@ -311,7 +312,7 @@ class BatchFinder(Callback):
         if self.runs == "search":
             self._search_only(trainer, pl_module, Path(str(self._given_plan)))
         if is_fast_dev_run(trainer):
-            rank_zero_info("BatchFinder does nothing under fast_dev_run")
+            rank_zero_info("BatchFinder does nothing under fast_dev_run, so finder.plan is None")
             return
         if trains_no_more(trainer):
             return
@@ -366,13 +367,12 @@ class BatchFinder(Callback):
         return Ranks(trainer.global_rank, trainer.world_size, goes_on=self.runs == "search")
 
     def _setting(self, trainer: Trainer, module: LightningModule) -> BatchSizeSetting:
-        options = self.options
         setting = batch_size_setting(
             trainer,
             module,
             train_source(trainer),
-            options.batch_arg_name,
-            is_budget=options.budget,
+            self.options.batch_arg_name,
+            is_budget=self.options.budget,
         )
         setting.check_budget()
         return setting
@@ -482,12 +482,9 @@ class BatchFinder(Callback):
                         setting, project_snapshot(trainer)
                     )
             if plan is None:
-                of_fit = ""
-                if self._plan_of_fit is not None and self._plan_of_fit.place:
-                    of_fit = f". The loaders of the training follow `{self._plan_of_fit.place}`"
                 rank_zero_info(
                     f"BatchFinder leaves {source.hook} unchanged: no loader follows"
-                    f" `{setting.name}`{of_fit}"
+                    f" `{setting.name}`"
                 )
                 return
             self.plan = plan

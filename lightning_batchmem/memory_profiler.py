@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -119,8 +119,13 @@ class MemoryProfiler(Callback):
         check_switches(csv=csv, modules=modules, flops=flops)
         if items_fn is not None and not callable(items_fn):
             raise ValueError(f"items_fn must be a function of a batch, got {items_fn!r}")
-        if peak_flops is not None:
-            _check_peak_flops(peak_flops, flops=flops)
+        is_number = isinstance(peak_flops, Real) and not isinstance(peak_flops, bool)
+        is_usable = flops and is_number and 0 < float(peak_flops or 0) < math.inf
+        if peak_flops is not None and not is_usable:
+            raise ValueError(
+                "peak_flops must be a number of FLOP/s above 0, with flops=True, got"
+                f" {peak_flops!r:.80}"
+            )
         self._has_csv = csv
         self._options = Options(items_fn, modules, flops, peak_flops)
         self._snapshot_when = snapshot
@@ -131,7 +136,6 @@ class MemoryProfiler(Callback):
         self._run: Run | None = None
         # The plan of the last run.
         self._plan: Plan | None = None
-        self._summary: Summary | None = None
         self._run_peak_bytes: int | None = None
         # From the setup of a run to its begin.
         self._device_memory: DeviceMemory | None = None
@@ -158,9 +162,18 @@ class MemoryProfiler(Callback):
         """Summary of the last run; ``None`` before its end, and if it had no step.
 
         After an exception it covers the steps until then. In a process that Lightning spawned it
-        stays there.
+        stays there. Before the first run it is an AttributeError.
         """
         return self._summary
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what there is, and when: the Trainer has an argument `profiler` too."""
+            raise AttributeError(
+                f"MemoryProfiler has no {name}. As one of Trainer(callbacks=[...]) it gets a"
+                " summary in a run: read profiler.summary after it."
+            )
 
     @property
     def epoch_peak_bytes(self) -> int | None:
@@ -229,7 +242,7 @@ class MemoryProfiler(Callback):
             )
         begin_run()
         self._run = None
-        self._summary = None
+        self._summary: Summary | None = None
         self._run_peak_bytes = None
         self._device_memory = self._memory_of(trainer)
         self._restart_peak()
@@ -341,7 +354,7 @@ class MemoryProfiler(Callback):
             self._finish(trainer, is_complete=False)
             if isinstance(exception, KeyboardInterrupt):
                 # Lightning does not call teardown after this exception.
-                self._is_table_due = True
+                self._is_table_due = hasattr(self, "summary")
                 self.teardown(trainer, pl_module, "fit")
         # A failed device may raise any error, which must not replace the first one.
         except Exception as error:  # noqa: BLE001
@@ -415,11 +428,3 @@ class MemoryProfiler(Callback):
             self._summary = run.finish(trainer, is_complete=is_complete)
             self._run_peak_bytes = run.peaks.run_bytes or None
             self._is_table_due = is_complete
-
-
-def _check_peak_flops(peak_flops: Any, *, flops: bool) -> None:
-    is_number = isinstance(peak_flops, Real) and not isinstance(peak_flops, bool)
-    if not is_number or not 0 < float(peak_flops) < math.inf:
-        raise ValueError(f"peak_flops must be a number of FLOP/s above 0, got {peak_flops!r:.80}")
-    if not flops:
-        raise ValueError(f"peak_flops must come with flops=True, got {peak_flops!r:.80} without it")

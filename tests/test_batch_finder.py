@@ -459,9 +459,9 @@ def test_an_error_in_the_search_says_that_other_callbacks_do_nothing(search, dev
     # The own size was tried too.
     assert raised.value.__notes__ == [
         "BatchFinder: this error occurred in the search before the training, at batch size 3. If"
-        " the step needs more samples, pass min_batch_size, or drop_last=True if the last batch of"
-        " an epoch is too small; if it needs what another callback sets in on_fit_start or later,"
-        " let the callback set it in setup.",
+        " the step needs more samples, pass min_batch_size, or drop_last=True for the last batch of"
+        " an epoch; if it can take no more, max_batch_size; if it needs what another callback sets"
+        " in on_fit_start or later, let the callback set it in setup.",
         "Sizes below 3, your own, were left out: at 2 there was an error (AttributeError:"
         f" '{kind.__name__}' object has no attribute 'weight_of_loss').",
     ]
@@ -1104,6 +1104,8 @@ def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, de
         ({"init_val": 8}, "Pass min_batch_size"),
         ({"steps_per_trial": 3}, "chooses the steps"),
         ({"max_trials": 9, "max_batch_size": 64}, "pass max_batch_size"),
+        ({"batch_size": 32}, "The project has it; max_batch_size is the largest size"),
+        ({"trainer": {}}, "Arguments of the Trainer are in base="),
     ],
 )
 def test_arguments_of_lightnings_finder_are_refused_with_ours(arguments, advice):
@@ -1135,10 +1137,12 @@ def test_two_finders_are_refused_with_a_sentence(fit, device):
     assert module.sizes == []
 
 
-def test_there_is_no_plan_before_a_run(fit, device):
+def test_there_is_no_plan_before_a_run(fit, device, caplog):
     finder = BatchFinder()
-    with pytest.raises(AttributeError, match=r"no plan before fit, .* Read finder\.plan after fit"):
+    with pytest.raises(AttributeError, match=r"^BatchFinder has no plan\. .* read finder\.plan"):
         _ = finder.plan
     assert not hasattr(copy.deepcopy(finder), "plan")
-    fit(Lawful(device, law), finder, device, fast_dev_run=True)
+    with caplog.at_level("INFO"):
+        fit(Lawful(device, law), finder, device, fast_dev_run=True)
+    assert "BatchFinder does nothing under fast_dev_run, so finder.plan is None" in caplog.text
     assert finder.plan is None

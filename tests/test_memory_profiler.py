@@ -945,8 +945,7 @@ def test_the_plan_of_a_finder_is_found(tmp_path, device_memory, capsys):
     assert set(limits_mib) == {finder.plan.limit_bytes / MIB}
     assert profiler.summary.alerts == ()
     size = finder.plan.batch_size
-    # The limit of 200 MiB is 0.2 GiB, rounded up.
-    line = f"batch size {size} fits in 0.2 GiB (CPU, torch {torch.__version__.partition('+')[0]}"
+    line = f"batch size {size} fits in 184 MiB (CPU, torch {torch.__version__.partition('+')[0]}"
     assert profiler.summary.fits == f"{line}, 32-true)"
     printed = " ".join(capsys.readouterr().out.split())
     assert profiler.summary.fits in printed
@@ -1204,6 +1203,12 @@ def test_each_search_has_one_file_with_its_plan(tmp_path, device_memory, size_na
     paths = sorted(tmp_path.rglob("batch_plan*.json"))
     assert [path.name for path in paths] == names
     assert [Plan.from_json(path.read_text()) for path in paths] == plans
+
+
+def test_an_interrupt_before_the_setup_has_no_report():
+    error = KeyboardInterrupt()
+    MemoryProfiler().on_exception(Trainer(logger=False), Net(), error)
+    assert not hasattr(error, "__notes__")
 
 
 @pytest.mark.parametrize("cause", ["an alert that is an error", "an interrupt in a logger"])

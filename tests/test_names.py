@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_batchmem
 from lightning_batchmem import (
@@ -619,9 +620,9 @@ def other_attributes_of(kind):
 def attributes_of_callback(kind):
     """What a callback has besides Lightning's hooks."""
     callback = kind()
-    names = {name for name in dir(callback) if not name.startswith("_")} - set(dir(Callback))
-    # Lightning's names are there to say what to use instead.
-    return names - {"optimal_batch_size"}
+    # An annotation is an attribute that exists once a run has begun.
+    names = {*dir(callback), *kind.__annotations__} - set(dir(Callback))
+    return {name for name in names if not name.startswith("_")}
 
 
 def all_of_pytorch_lightning():
@@ -762,6 +763,15 @@ def test_an_import_says_what_to_use(package, name, advice):
         exec(f"from {package} import size")
 
 
-def test_the_attribute_of_lightnings_finder_names_ours():
-    with pytest.raises(AttributeError, match=r"Read finder\.plan\.batch_size after fit\.$"):
-        _ = BatchFinder().optimal_batch_size
+@pytest.mark.parametrize("name", ["optimal_batch_size", "batch_size", "profile"])
+def test_the_attribute_of_lightnings_finder_names_ours(name):
+    with pytest.raises(AttributeError, match=rf"has no {name}\. .* read finder\.plan\.batch_size "):
+        getattr(BatchFinder(), name)
+
+
+def test_a_profiler_says_where_it_belongs():
+    trainer = Trainer(profiler=MemoryProfiler(), logger=False, accelerator="cpu")
+    with pytest.raises(AttributeError, match=r"has no profile\. As one of Trainer\(callbacks="):
+        trainer.validate(BoringModel(), verbose=False)
+    with pytest.raises(AttributeError, match=r"has no summary\. .* read profiler\.summary after"):
+        _ = MemoryProfiler().summary
