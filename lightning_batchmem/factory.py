@@ -84,12 +84,15 @@ def _callbacks_of_setting(finder_class: Any, profiler_class: Any) -> list[Any]:
     }
     if word not in classes_by_word:
         words = ", ".join(f'"{known_word}"' for known_word in classes_by_word)
-        raise ValueError(f"{VARIABLE} must be one of {words}, got {word!r:.80}")
+        raise ValueError(
+            f"{VARIABLE} must be one of {words}, perhaps with options as in"
+            f" find:max_batch_size=64, got {word!r:.80}"
+        )
     first_class, *other_classes = classes_by_word[word]
-    options = parse_options(texts.split(",") if texts else ())
-    if word == "apply":
-        options["apply"] = True
     try:
+        options = parse_options(texts.split(",") if texts else ())
+        if word == "apply":
+            options["apply"] = True
         # A script that runs without the variable has to run with it too.
         first = first_class.optional(**options)
     except (TypeError, ValueError) as error:

@@ -122,12 +122,16 @@ def test_callbacks_of_the_script_stay(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("search", 'LIGHTNING_BATCHMEM must be one of "profile", "find", "apply", got \'search\''),
+        (
+            "find max_batch_size=8",
+            'LIGHTNING_BATCHMEM must be one of "profile", "find", "apply", perhaps with options as'
+            " in find:max_batch_size=64, got 'find max_batch_size=8'",
+        ),
         (
             "find:max_size=3",
             "=find: BatchFinder has no argument max_size. Did you mean max_batch_size[?]",
         ),
-        ("find:memory_limit", "options must be NAME=VALUE, got 'memory_limit'"),
+        ("find:memory_limit", "BATCHMEM=find: options must be NAME=VALUE, got 'memory_limit'"),
         (
             "find:max_batch_size=0",
             "BATCHMEM=find: max_batch_size must be a whole number of at least 1, got 0",

@@ -66,6 +66,9 @@ def changes_of_training(
     trainer = search.trainer
     changes = changes_since(plan, search.device, limit_bytes)
     strategy = strategy_text(trainer)
+    largest_size = search.options.max_batch_size or plan.batch_size
+    if plan.batch_size > largest_size:
+        changes.append(f"it has batch size {plan.batch_size}, and max_batch_size is {largest_size}")
     for name, before, now in (
         ("number of ranks", plan.ranks, trainer.world_size),
         ("strategy", plan.strategy or strategy, strategy),

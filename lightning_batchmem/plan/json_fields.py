@@ -72,7 +72,7 @@ def from_json(kind: type[T], text: str) -> T:
     """
     try:
         value: T = _value(kind, json.loads(text))
-    except (TypeError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"text must be the JSON of a {kind.__name__}, got {text[:80]!r}"
         ) from error

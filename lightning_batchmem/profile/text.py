@@ -12,7 +12,7 @@ import torch
 
 from lightning_batchmem.devices.breakdown import PARTS
 from lightning_batchmem.plan.printing import table_text
-from lightning_batchmem.plan.records import counted, device_text, mib
+from lightning_batchmem.plan.records import MIB, counted, device_text, mib
 from lightning_batchmem.profile.alerts import STAGES
 from lightning_batchmem.profile.module_memory import ModuleMemory, PeakByModule
 
@@ -131,9 +131,11 @@ def fits_text(plan: Plan, memory: RunMemory, device: str, precision: str) -> str
         return ""
     size = f"{plan.unit.name} {plan.batch_size:,}"
     ranks = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-    held_gib = math.ceil(10 * memory.held_bytes / 2**30) / 10
+    held = f"{math.ceil(memory.held_bytes / MIB):,} MiB"
+    if memory.held_bytes >= 2**30:
+        held = f"{math.ceil(10 * memory.held_bytes / 2**30) / 10:,.1f} GiB"
     place = f"{device_text(device)}, torch {torch.__version__.partition('+')[0]}, {precision}"
-    return f"{size}{ranks} fits in {held_gib:,.1f} GiB ({place})"
+    return f"{size}{ranks} fits in {held} ({place})"
 
 
 def _caption(summary: Summary) -> Iterator[str]:

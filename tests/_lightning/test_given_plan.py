@@ -126,7 +126,7 @@ def test_a_size_that_cannot_be_set_leaves_the_training_as_it_is(train, device):
     ("text", "why"),
     [
         (None, "No such file"),
-        ("{", "Expecting property name"),
+        ("{", "must be the JSON of a Plan, got '{'"),
         ("[]", "must be the JSON of a Plan"),
         (
             '{"limited_by": "memory"}',
@@ -146,6 +146,13 @@ def test_a_file_without_a_plan(train, tmp_path, text, why):
     assert module.sizes == [3] * 3
 
 
+def test_a_size_that_an_argument_does_not_allow(train):
+    with pytest.raises(ValueError, match="it has batch size 64, and max_batch_size is 63"):
+        train(PLAN, options={"max_batch_size": 63})
+    module, _, _ = train(PLAN, options={"max_batch_size": 64})
+    assert module.sizes == [64] * 3
+
+
 @pytest.mark.parametrize("arguments", [{}, {"plan": None}, {"plan": "plan.json", "then": "exit"}])
 def test_the_arguments_are_checked(arguments):
     with pytest.raises(ValueError, match="apply=True must come with a plan"):
@@ -159,7 +166,7 @@ def test_a_run_that_only_searches_needs_a_file(plan):
 
 
 def test_what_follows_the_search_is_checked():
-    with pytest.raises(ValueError, match='then must be "train" or "exit", got \'stop\''):
+    with pytest.raises(ValueError, match='then must be one of "train", "exit", got \'stop\''):
         BatchFinder(plan="plan.json", then="stop")
 
 

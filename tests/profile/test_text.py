@@ -77,26 +77,32 @@ PLAN = Plan(Chosen(4096, "memory", ""), (), 1024 * MIB)
 @pytest.mark.parametrize(
     ("plan", "memory", "start"),
     [
-        (PLAN, MEMORY, "batch size 4,096 fits in 0.3 GiB (a GPU, torch "),
+        (PLAN, MEMORY, "batch size 4,096 fits in 300 MiB (a GPU, torch "),
         (PLAN, replace(MEMORY, peak_allocated_bytes=None), ""),
         # The most that was held counts, whenever and on whichever rank.
-        (PLAN, replace(MEMORY, peak_reserved_bytes=512 * MIB), "batch size 4,096 fits in 0.5 GiB"),
+        (PLAN, replace(MEMORY, peak_reserved_bytes=512 * MIB), "batch size 4,096 fits in 512 MiB"),
         (
             PLAN,
             replace(MEMORY, validation_peak_bytes=513 * MIB),
-            "batch size 4,096 fits in 0.6 GiB",
+            "batch size 4,096 fits in 513 MiB",
         ),
         (
             PLAN,
             replace(MEMORY, between_steps=PeakBetweenSteps(720 * MIB, 7)),
-            "batch size 4,096 fits in 0.8 GiB",
+            "batch size 4,096 fits in 720 MiB",
         ),
         (
             replace(PLAN, recipe=Recipe(ranks=2)),
             replace(MEMORY, rank_peaks_bytes=(300 * MIB, 900 * MIB)),
-            "batch size 4,096 on each of 2 ranks fits in 0.9 GiB",
+            "batch size 4,096 on each of 2 ranks fits in 900 MiB",
         ),
-        (replace(PLAN, budget_name="max_tokens"), MEMORY, "max_tokens 4,096 fits in 0.3 GiB"),
+        (replace(PLAN, budget_name="max_tokens"), MEMORY, "max_tokens 4,096 fits in 300 MiB"),
+        # From 1 GiB on a tenth is precise enough.
+        (
+            PLAN,
+            replace(MEMORY, peak_reserved_bytes=1024 * MIB + 1),
+            "batch size 4,096 fits in 1.1 GiB",
+        ),
     ],
 )
 def test_the_line_to_paste(plan, memory, start):
