@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_batchmem._lightning.bounds import why_not_accumulate
 from lightning_batchmem._lightning.clean_start import ProjectSnapshot
 from lightning_batchmem._lightning.data_source import discard_train_loader
 from lightning_batchmem._lightning.optimizer_steps import (
@@ -47,23 +48,8 @@ def check_training(trainer: Trainer, module: LightningModule, options: SearchOpt
             "callbacks must have one BatchFinder or one BatchSizeFinder of Lightning, got both."
             " Remove the BatchSizeFinder, or do not call Tuner.scale_batch_size."
         )
-    if options.target_batch_size is None:
-        return
-    if not module.automatic_optimization:
-        raise ValueError(
-            "target_batch_size must be None under manual optimization: your training_step steps the"
-            " optimizers itself"
-        )
-    if trainer.strategy.handles_gradient_accumulation:
-        raise ValueError(
-            "target_batch_size must be None under DeepSpeed, whose engine has its number of batches"
-            " before the search. Set accumulate_grad_batches of the Trainer."
-        )
-    scheduler = in_every_package("callbacks.GradientAccumulationScheduler")
-    if any(isinstance(callback, scheduler) for callback in callbacks_of(trainer)):
-        raise ValueError(
-            "target_batch_size must be None with a GradientAccumulationScheduler, which sets it too"
-        )
+    if options.target_batch_size is not None and (why := why_not_accumulate(trainer)):
+        raise ValueError(f"target_batch_size must be None, because {why}")
 
 
 def check_step(module: LightningModule, name: str) -> None:

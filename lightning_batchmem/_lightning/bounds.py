@@ -28,17 +28,25 @@ _MOST_COUNTS = 12
 _COUNTED_SHARE = 1 / 64
 
 
-def why_not_accumulate(trainer: Trainer, loaders: StageLoaders, *, is_budget: bool) -> str:
-    """Why a search may not choose how many batches an optimizer step has; empty if it may."""
+def why_not_accumulate(
+    trainer: Trainer, loaders: StageLoaders | None = None, *, is_budget: bool = False
+) -> str:
+    """Why a search may not choose how many batches an optimizer step has; empty if it may.
+
+    Args:
+        trainer: the Trainer.
+        loaders: the loaders of the training; ``None`` before they are made.
+        is_budget: whether sizes are budgets.
+    """
     if not trainer.lightning_module.automatic_optimization:
         return "your training_step steps the optimizers itself"
     if not steps_are_batches(trainer):
         return "a GradientAccumulationScheduler sets it"
     if trainer.strategy.handles_gradient_accumulation:
-        return "the engine of DeepSpeed has its own number of batches, which a search cannot change"
+        return "DeepSpeed has accumulate_grad_batches of the Trainer, which a search cannot change"
     if is_budget:
         return "the batches are formed within a budget"
-    if len(loaders.sized) > 1:
+    if loaders is not None and len(loaders.sized) > 1:
         return "there are several training loaders"
     return ""
 

@@ -187,7 +187,7 @@ def why_not_allowed(plan: Plan, limits: SearchLimits) -> str:
     )
 
 
-def reused(plan: Plan, trial: Trial, limits: SearchLimits) -> tuple[Chosen, tuple[Trial, ...]]:
+def reused(plan: Plan, trial: Trial) -> tuple[Chosen, tuple[Trial, ...]]:
     """The size of ``plan`` after ``trial``, a rehearsal that passed, and the trials of both."""
     size = plan.batch_size
     chosen = Chosen(

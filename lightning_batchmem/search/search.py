@@ -323,7 +323,7 @@ class BatchSizeSearch:
         trial = self._run(NextSize(plan.batch_size, "rehearsal"))
         if trial.outcome != "ok":
             return SearchFailed(f"{self._limits.unit.size(trial.batch_size)} {trial.failure}")
-        chosen, self._trials = reused(plan, trial, self._limits)
+        chosen, self._trials = reused(plan, trial)
         self._read_limit_again()
         return chosen
 

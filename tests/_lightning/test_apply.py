@@ -93,9 +93,9 @@ def test_steps_of_the_search_accumulate_for_a_target(search, device):
         (
             True,
             [GradientAccumulationScheduler({0: 2})],
-            "must be None with a GradientAccumulationScheduler",
+            "must be None, because a GradientAccumulationScheduler sets it",
         ),
-        (False, [], "must be None under manual optimization"),
+        (False, [], "must be None, because your training_step steps the optimizers"),
     ],
 )
 def test_a_target_next_to_other_accumulation_is_refused(
