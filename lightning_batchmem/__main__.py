@@ -272,8 +272,9 @@ def draw(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # jsonargparse has no switches.
-    words = ["--update=true" if word == "--update" else word for word in words]
+    if words[:1] == ["check"]:
+        # jsonargparse has no switches.
+        words = ["--update=true" if word == "--update" else word for word in words]
     try:
         if words[:2] == ["simulate", "--list"]:
             _print(names_text())

@@ -550,6 +550,16 @@ def test_a_smaller_model_passes_and_is_printed(project, capsys):
     assert check("wider") == 1
 
 
+def test_a_script_has_an_argument_with_the_name_of_the_switch(monkeypatch):
+    commands = []
+    monkeypatch.setattr(
+        lightning_batchmem.__main__.Script, "of_command", lambda words: commands.append(words)
+    )
+    monkeypatch.setattr(lightning_batchmem.__main__, "search_by", lambda *_: None)
+    assert main(["find", "train.py", "--update"]) == 0
+    assert commands == [["train.py", "--update"]]
+
+
 def test_what_cannot_be_measured_is_not_reported_as_grown(project, capsys):
     assert check("make", "--update") == 0
     capsys.readouterr()

@@ -1135,45 +1135,6 @@ def test_a_size_whose_memory_is_not_known_has_no_line_to_paste(tmp_path, device_
 
 
 @pytest.mark.parametrize(
-    ("counters", "joules"),
-    [
-        ([100.0, 700.0], 600.0),
-        # It is missing, and never 0, where it does not move, begins again or cannot be read.
-        ([100.0, 100.0], None),
-        ([100.0, 50.0], None),
-        ([None], None),
-        ([100.0, None], None),
-    ],
-)
-def test_the_energy_of_a_run_is_read_at_its_begin_and_its_end(
-    tmp_path, device_memory, monkeypatch, capsys, counters, joules
-):
-    readings = iter(counters)
-    monkeypatch.setattr(device_reader, "cuda_joules", lambda device: next(readings))
-    monkeypatch.setattr(device_reader, "utilization_for", lambda device: int)
-    init = DeviceReader.__init__
-    monkeypatch.setattr(
-        DeviceReader,
-        "__init__",
-        lambda self, device, *rest: init(self, torch.device("cuda"), *rest),
-    )
-    profiler, _ = profiled(tmp_path, Net(), max_epochs=2)
-    speed = profiler.summary.speed
-    assert (speed.joules, speed.samples_per_joule) == (joules, joules and 48 / joules)
-    assert list(readings) == []
-    text = "Energy of the GPU in this run: 0.6 kJ, 0.08 samples per joule"
-    assert (text in capsys.readouterr().out) == bool(joules)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_no_energy_is_read_without_a_gpu_or_nvml(monkeypatch, kind):
-    monkeypatch.setattr(device_reader, "cuda_joules", lambda device: 1 / 0)
-    if kind == "cuda":
-        monkeypatch.setattr(device_reader, "utilization_for", lambda device: None)
-    assert DeviceReader(torch.device(kind), None, math.inf).joules() is None
-
-
-@pytest.mark.parametrize(
     ("size_name", "names"),
     [
         ("fixed_size", ["batch_plan.json"]),

@@ -365,8 +365,6 @@ FIELDS = {
         "first_step_ms",
         "gpu_utilization_pct",
         "items_per_s",
-        "joules",
-        "samples_per_joule",
         "samples_per_s",
         "step_ms",
     ],

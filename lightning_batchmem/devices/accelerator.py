@@ -227,28 +227,6 @@ def cuda_utilization(device: torch.device) -> Callable[[], float | None] | None:
     return None if percent() is None else percent
 
 
-def cuda_joules(device: torch.device) -> float | None:
-    """Return the energy that a GPU has used since its driver was loaded, in joules.
-
-    All processes on the GPU count. It is ``None`` if NVML does not count it (before Volta), and,
-    with a warning, if NVML fails.
-
-    Source: nvmlDeviceGetTotalEnergyConsumption in the NVML API Reference Guide
-    """
-    return None if torch.version.hip else value_or_none("GPU energy", _joules, device)
-
-
-def _joules(device: torch.device) -> float | None:
-    import pynvml
-
-    # The function is private in torch 2.5.1 to 2.14. It finds the GPU under CUDA_VISIBLE_DEVICES.
-    handle = torch.cuda._get_pynvml_handler(device)
-    try:
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
-        return None
-
-
 def replays_graphs(device: torch.device) -> bool:
     """Whether ``torch.compile`` has recorded CUDA graphs on a device.
 

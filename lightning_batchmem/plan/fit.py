@@ -36,19 +36,6 @@ def ran_through(trials: Iterable[Trial]) -> list[Trial]:
     return [worst[size] for size in sorted(worst)]
 
 
-def dropped_sizes(trials: Iterable[Trial]) -> list[int]:
-    """Sizes with a higher peak than a larger size.
-
-    A library may take a larger workspace at a smaller size.
-    """
-    ran = ran_through(trials)
-    return [
-        trial.batch_size
-        for i, trial in enumerate(ran)
-        if any(t.memory.peak_bytes < trial.memory.peak_bytes for t in ran[i:])
-    ]
-
-
 def fit_memory(trials: Iterable[Trial]) -> MemoryModel | None:
     """Fit one line of peak bytes over samples to each phase; ``None`` with fewer than two sizes.
 
@@ -56,13 +43,17 @@ def fit_memory(trials: Iterable[Trial]) -> MemoryModel | None:
     maximum of lines: convex, and never falling. The largest sizes therefore predict larger ones
     best. A line is fitted to the longest run of the largest sizes that lies on one line, and goes
     through the last two sizes where no three do. Trials of one size count as the worst of them;
-    sizes with a higher peak than a larger size are left out.
+    sizes with a higher peak than a larger size are left out, because a library may take a larger
+    workspace at a smaller size.
 
     Source: least squares as in :func:`statistics.linear_regression`.
     """
     ran = ran_through(trials)
-    left_out = dropped_sizes(ran)
-    ran = [trial for trial in ran if trial.batch_size not in left_out]
+    ran = [
+        trial
+        for place, trial in enumerate(ran)
+        if all(later.memory.peak_bytes >= trial.memory.peak_bytes for later in ran[place:])
+    ]
     if len(ran) < 2:
         return None
     if _is_flat(ran):

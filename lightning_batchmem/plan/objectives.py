@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lightning_batchmem.plan.fit import dropped_sizes, ran_through
 from lightning_batchmem.plan.limits import ProjectStep
 from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.options import SearchOptions
@@ -183,7 +182,6 @@ class Fastest:
             "throughput",
             f"the smallest size with at least {policy.near_best_share:.0%} of the best throughput"
             " that was measured.",
-            _dropped_notes(known),
             fastest_batch_size=fastest_size,
             largest_batch_size=largest_size,
         )
@@ -258,6 +256,7 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
     limits = known.limits
     size = known.passed
     limited_by: LimitedBy = "memory"
+    notes: tuple[Note, ...] = ()
     if size == size_range(limits)[1]:
         limited_by = limits.max_reason
         why = f"{limits.largest_text}."
@@ -269,10 +268,9 @@ def _within_limits(known: TrialsSoFar, *, largest_size: int, fastest_size: int |
             # On a CPU the prediction is what is certain from the small sizes that ran.
             about = "at least" if limits.is_host else "about"
             why += f" Memory alone allows {about} {limits.unit.size(largest_size)}."
-        notes = _dropped_notes(known)
     else:
         why = f"{_why_no_larger(known, largest_size)}."
-        notes = (*_dropped_notes(known), *_fragmented_notes(known))
+        notes = _fragmented_notes(known)
     return Chosen(
         size,
         limited_by,
@@ -302,17 +300,6 @@ def _why_no_larger(known: TrialsSoFar, largest_size: int) -> str:
     if limits.steps_are_collective:
         return "no larger size was rehearsed, because an error on one rank ends all ranks"
     return "it passed a rehearsal, and the limit leaves little room above it"
-
-
-def _dropped_notes(known: TrialsSoFar) -> tuple[Note, ...]:
-    return tuple(
-        Note(
-            "search",
-            f"The peak at {known.limits.unit.size(size)} is above that of a larger size, so no line"
-            " uses it.",
-        )
-        for size in dropped_sizes(ran_through(known.trials))
-    )
 
 
 def _fragmented_notes(known: TrialsSoFar) -> tuple[Note, ...]:

@@ -45,9 +45,8 @@ def short_text(plan: Plan) -> str:
     It says what changes in the training, why the size is not larger, what it needs, and all notes
     but those about the search.
     """
-    surprising = [note for note in plan.notes if note.kind != "search"]
-    rows = _rows(replace(plan, notes=tuple(surprising)))
-    rows = [(name, text) for name, text in rows if name not in _DETAILS]
+    surprising = tuple(note for note in plan.notes if note.kind != "search")
+    rows = [row for row in _rows(replace(plan, notes=surprising)) if row[0] not in _DETAILS]
     rows.append(("details", "print(finder.plan), or BatchFinder(verbose=True)"))
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(rows)])
 
@@ -63,20 +62,15 @@ def _wrapped(text: str, *, indent: int = 2) -> str:
     )
 
 
-def _on_each_rank(plan: Plan) -> str:
-    return f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
-
-
 def headline(plan: Plan) -> str:
     """The size, what limits it, and whether it was rehearsed."""
     verified = "verified by a rehearsal" if plan.verified else "not verified"
-    where = ""
+    where = f" on each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     if plan.simulated:
-        where = f" on a {plan.device}"
+        where += f" on a {plan.device}"
         verified = "rehearsed on the simulated GPU" if is_rehearsed(plan) else "not rehearsed"
     return shown(
-        f"{plan.unit.name} {plan.batch_size:,}{_on_each_rank(plan)}{where},"
-        f" limited by {plan.limited_by}, {verified}"
+        f"{plan.unit.name} {plan.batch_size:,}{where}, limited by {plan.limited_by}, {verified}"
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_batchmem.devices import utilization_for
-from lightning_batchmem.devices.accelerator import cuda_joules
 from lightning_batchmem.devices.base import DeviceMemory
 from lightning_batchmem.devices.cpu import usable_cores
 from lightning_batchmem.devices.foreign_values import value_or_none
@@ -38,9 +37,6 @@ class DeviceReader:
         self._device_memory = device_memory
         self._max_limit_bytes = max_limit_bytes
         self._utilization = utilization_for(device)
-        # Where NVML reads no utilization it reads no energy, and one warning is enough.
-        self._has_energy = device.type == "cuda" and self._utilization is not None
-        self._joules_before = self._joules_now()
         # The events of a search before the run do not count.
         self._events_before = self._counters()
         # A utilization begins with the reading before, so the first reading has none.
@@ -62,18 +58,6 @@ class DeviceReader:
             limit_bytes=self._limit_bytes(), **events, **self._utilization_now()
         )
         return self.last
-
-    def joules(self) -> float | None:
-        """Return the energy of a GPU since the begin; None if it is unknown."""
-        before = self._joules_before
-        if before is None:
-            return None
-        now = self._joules_now()
-        # NVML counts in steps of some milliseconds, and begins again with a new driver.
-        return None if now is None or now <= before else now - before
-
-    def _joules_now(self) -> float | None:
-        return cuda_joules(self._device) if self._has_energy else None
 
     def expire(self) -> None:
         """Read the device the next time, however young the last reading is."""

@@ -314,7 +314,6 @@ class Run:
             between_steps=self.peaks.between,
         )
         times = totals.steady
-        joules = self._reader.joules()
         cores = self._reader.cores
         busy_percent = times.per_second("busy")
         speed = RunSpeed(
@@ -327,8 +326,6 @@ class Run:
             cpu_utilization_pct=None if cores is None else busy_percent,
             cores=cores,
             first_step_ms=1e3 * totals.first_seconds,
-            joules=joules,
-            samples_per_joule=totals.samples / joules if joules and totals.samples else None,
         )
         fits = ""
         # The size may not fit in a longer run, or without the steps that were skipped.

@@ -128,8 +128,6 @@ class Totals:
         self.is_steady = bool(steady)
         self.times = Times(steady or each, reading.busy_percent)
         self.first_seconds = 0.0
-        # As far as batches show them.
-        self.samples = 0
         self.graph_steps = 0
         # The step with the highest peak.
         self.highest: Step | None = None
@@ -137,7 +135,6 @@ class Totals:
         # The last batch of an epoch often has fewer samples than a full one.
         self.batch_size: int | None = None
         for step in each:
-            self.samples += step.batch_size or 0
             # A step that replays CUDA graphs has a reserved peak only.
             self.graph_steps += step.peak_bytes is None and step.peak_reserved_bytes is not None
             self._add_largest(step, step)
@@ -165,7 +162,6 @@ class Totals:
             self.times = Times()
         if later.is_steady == self.is_steady:
             self.times.add(later.times)
-        self.samples += later.samples
         self.graph_steps += later.graph_steps
         self._add_largest(later, later.highest)
 

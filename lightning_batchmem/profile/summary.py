@@ -102,9 +102,6 @@ class RunSpeed:
             on a GPU.
         cores: how many cores this process may use; None on a GPU.
         first_step_ms: time of the first step; None if it is unknown.
-        joules: energy of this rank's GPU from the begin to the end of the run, with evaluations,
-            pauses and other processes on it; None where NVML does not count it.
-        samples_per_joule: samples of this rank for each of these; None likewise.
     """
 
     step_ms: float
@@ -115,8 +112,6 @@ class RunSpeed:
     cpu_utilization_pct: float | None = None
     cores: float | None = None
     first_step_ms: float | None = None
-    joules: float | None = None
-    samples_per_joule: float | None = None
 
 
 @dataclass(frozen=True)

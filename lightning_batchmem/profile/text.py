@@ -169,11 +169,6 @@ def _caption(summary: Summary) -> Iterator[str]:
         yield f"GPU: {speed.gpu_utilization_pct:.1f}% busy, of all processes on it"
     if speed.cpu_utilization_pct is not None:
         yield f"Cores of this process ({speed.cores:g}): {speed.cpu_utilization_pct:.1f}% busy"
-    if speed.joules is not None:
-        text = f"Energy of the GPU in this run: {speed.joules / 1e3:,.4g} kJ"
-        if speed.samples_per_joule is not None:
-            text += f", {speed.samples_per_joule:,.4g} samples per joule"
-        yield text
     if peaks := memory.rank_peaks_bytes:
         yield (
             f"Peaks of {len(peaks)} ranks: {mib(min(peaks))} to {mib(max(peaks))},"

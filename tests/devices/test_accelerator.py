@@ -2,7 +2,6 @@
 
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from lightning_batchmem.devices.accelerator import (
     AcceleratorMemory,
-    cuda_joules,
     cuda_utilization,
     replays_graphs,
 )
@@ -191,27 +189,6 @@ def test_workspaces_of_cublas_are_freed_unless_a_graph_may_use_them(
     cleared.clear()
     device_memory.release_cached()
     assert not cleared
-
-
-def test_energy_is_that_of_nvml_and_missing_where_it_is_not_counted(monkeypatch):
-    pynvml = pytest.importorskip("pynvml")
-    counters = {"handle of 1": 12_345}
-    monkeypatch.setattr(
-        torch.cuda, "_get_pynvml_handler", lambda device: f"handle of {device.index}"
-    )
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", counters.__getitem__)
-    assert cuda_joules(DEVICE) == 12.345
-    with pytest.warns(UserWarning, match="GPU energy cannot be read: KeyError"):
-        assert cuda_joules(torch.device("cuda", 0)) is None
-    # Older GPUs and drivers lack the counter, which nobody can change.
-    for error in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-        fail = Mock(side_effect=pynvml.NVMLError(error))
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", fail)
-        assert cuda_joules(DEVICE) is None
-    # amdsmi has another counter.
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda handle: 12_345)
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert cuda_joules(DEVICE) is None
 
 
 def test_utilization_is_that_of_the_driver_and_missing_where_it_cannot_be_read(monkeypatch):

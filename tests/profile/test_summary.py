@@ -112,17 +112,6 @@ def test_every_part_with_its_share():
             ["after step"],
         ),
         (
-            with_speed(CUDA, joules=12_345.0, samples_per_joule=6.25),
-            ["Energy of the GPU in this run: 12.35 kJ, 6.25 samples per joule"],
-            [],
-        ),
-        (
-            with_speed(CUDA, joules=12_345.0),
-            ["Energy of the GPU in this run: 12.35 kJ"],
-            ["per joule"],
-        ),
-        (CUDA, [], ["Energy"]),
-        (
             with_speed(SUMMARY, first_step_ms=25.1),
             ["1,200 steps of 12.5 ms (the first: 25.1 ms), 1,234.5 samples/s"],
             [],
