@@ -614,8 +614,10 @@ def test_data_are_restored_around_what_cannot_be_and_only_iterators_of_the_proje
     path = tmp_path / "rows"
     path.write_bytes(b"abc")
     data = Guarded(path)
-    # Its own iterator has generators and locks.
-    loader = DataLoader(data, persistent_workers=True, num_workers=1)
+    # Its own iterator has generators and locks. Python 3.14 would pickle the data and their lock.
+    loader = DataLoader(
+        data, persistent_workers=True, num_workers=1, multiprocessing_context="fork"
+    )
     iter(loader)
     module = Module(data)
     kept = ProjectSnapshot(module, [loader])
