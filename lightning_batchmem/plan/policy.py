@@ -84,7 +84,7 @@ class RehearsalPolicy:
     """No rehearsal is above this share. Source: As above."""
     host_share: float = 0.25
     """On a CPU one size is rehearsed, at this share. Source: An overrun there ends the process.
-    Twenty networks used up to 3.3 bytes for each byte of tensors, and 1 / 3.3 is 0.30: `python -m
+    Twenty networks used up to 3.5 bytes for each byte of tensors, and 1 / 3.5 is 0.29: `python -m
     benchmarks.search`."""
     collective_share: float = 0.85
     """Where ranks take steps together, so that no limit can be enforced, one size is rehearsed, at

@@ -64,10 +64,10 @@ def test_predictions_have_the_errors_that_the_documentation_states(run):
     *_, total = rows_of(run("prediction"))
     page = " ".join((ROOT / "docs" / "comparison.md").read_text().split())
     assert total["network"] == "all"
-    assert int(total["predictions"]) >= 100
+    assert int(total["predictions"]) >= 70
     assert f"median error of {total['predictions']} predictions is 0.00 %" in page
     assert total["error of the peak, median"] == "0.00%"
-    largest = float(total["error of the peak, largest"].strip("%"))
+    largest = abs(float(total["error of the peak, largest"].strip("%")))
     assert f"The largest error is {largest:.1f} %" in page
     too_low = total["peak too low by more than 0%"].strip("%")
     assert f"{too_low} % were too low, none of them by more than 1 %" in page
