@@ -60,8 +60,6 @@ _INSTEAD = {
     "BatchSizeFinder": "use BatchFinder (docs/coming-from-batch-size-finder.md has its arguments)",
     "OomGuard": "copy examples/oom_guard.py of its repository",
     "Tuner": _WITHOUT_TRAINING,
-    "scale_batch_size": _WITHOUT_TRAINING,
-    "tune": _WITHOUT_TRAINING,
 }
 
 

@@ -219,7 +219,7 @@ def check(
     grown: list[str] = []
     if update:
         _write_file(reference, to_json(now))
-        lines = [f"{reference} has the memory of this step now"]
+        lines = [f"Wrote the memory of this step to {reference}"]
     else:
         grown, smaller = memory_test.compared(before, now, tolerance)
         lines = grown or smaller or [f"equal to {reference} within {100 * tolerance:g} %"]
@@ -351,7 +351,9 @@ class _Parser(ArgumentParser):
 def _check_file(out: Path | None) -> None:
     """Raise a ValueError unless the file can be written: a search may take long."""
     if out is not None and (
-        out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)
+        out.is_dir()
+        or not out.parent.is_dir()
+        or not os.access(out if out.exists() else out.parent, os.W_OK)
     ):
         raise ValueError(f"{out} must be a file in an existing directory that can be written")
 

@@ -53,6 +53,7 @@ from lightning_batchmem.plan.options import (
     WorstCase,
     check_runs,
     check_switches,
+    missing_attribute,
     names_our_arguments,
 )
 from lightning_batchmem.plan.plan import Plan, check_plan
@@ -231,7 +232,7 @@ class BatchFinder(Callback):
 
     @classmethod
     def optional(cls, **options: Any) -> Self:
-        """A finder whose search may fail: that is a warning, and no error, on all ranks.
+        """A finder whose search may fail: that is only a warning, on all ranks.
 
         The run goes on with the batch size of the project. The environment variable makes such
         finders, because a script that does not know the package has to run as without it. An error
@@ -246,12 +247,13 @@ class BatchFinder(Callback):
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> object:
             """Say where the size is, under whatever name it is looked for."""
-            raise AttributeError(
-                f"BatchFinder has no {name}. As one of Trainer(callbacks=[...]) it gets a plan in"
-                " fit: read finder.plan.batch_size after it. Where another process or a copy of it"
-                " trains, read batch_plan.json, which a MemoryProfiler writes."
+            return missing_attribute(
+                self,
+                name,
+                "a plan in fit: read finder.plan.batch_size after it. Where another process or a"
+                " copy of it trains, read batch_plan.json, which a MemoryProfiler writes.",
             )
 
     def device_memory(self, device: torch.device) -> DeviceMemory | None:
@@ -266,7 +268,7 @@ class BatchFinder(Callback):
         stage: str = "",
     ) -> None:
         """Record the state before ``configure_optimizers``, or search before an evaluation."""
-        if is_one_of_several(self, trainer):
+        if is_one_of_several(self, trainer, BatchFinder):
             raise ValueError("callbacks must have one BatchFinder, got several. Remove the others.")
         vars(self).setdefault("plan", None)
         warn_of_untested_torch()

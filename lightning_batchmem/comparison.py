@@ -210,7 +210,8 @@ def check_make(make: Make) -> None:
             f" object of {type(make).__name__}"
         )
     try:
-        inspect.signature(make).bind()
+        # A decorator may pass arguments of its own.
+        inspect.signature(make, follow_wrapped=False).bind()
     except TypeError as error:
         raise ValueError(f"make must be a function without arguments: {error}") from error
 

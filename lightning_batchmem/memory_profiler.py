@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +25,7 @@ from lightning_batchmem.devices.foreign_values import add_note, begin_run, error
 from lightning_batchmem.devices.oom_snapshot import start_snapshot
 from lightning_batchmem.devices.peaks import PhasePeaks
 from lightning_batchmem.plan.figures import plot_memory_over_steps
-from lightning_batchmem.plan.options import check_switches, names_our_arguments
+from lightning_batchmem.plan.options import check_switches, missing_attribute, names_our_arguments
 from lightning_batchmem.plan.plan import Plan
 from lightning_batchmem.plan.printing import print_or_warn
 from lightning_batchmem.profile.columns import read_rows
@@ -68,6 +68,11 @@ class MemoryProfiler(Callback):
 
     Memory is left out, with a warning, where it has no peak counter (MPS, XPU, HPU, TPU).
 
+    Attributes:
+        summary: the summary of the last run; ``None`` before its end, and if it had no step. After
+            an exception it covers the steps until then. In a process that Lightning spawned it
+            stays there. Before the first run it is an AttributeError.
+
     Args:
         csv: whether to write ``memory_per_batch.csv``, ``memory_summary.json`` and the plan of a
             BatchFinder (not under ``fast_dev_run``, and not into a remote ``log_dir``).
@@ -99,6 +104,8 @@ class MemoryProfiler(Callback):
         >>> trainer.fit(module)  # doctest: +SKIP
         >>> profiler.summary  # doctest: +SKIP
     """
+
+    summary: Summary | None
 
     @names_our_arguments
     def __init__(
@@ -157,22 +164,15 @@ class MemoryProfiler(Callback):
         profiler._options = profiler._options._replace(is_optional=True)
         return profiler
 
-    @property
-    def summary(self) -> Summary | None:
-        """Summary of the last run; ``None`` before its end, and if it had no step.
-
-        After an exception it covers the steps until then. In a process that Lightning spawned it
-        stays there. Before the first run it is an AttributeError.
-        """
-        return self._summary
-
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> object:
             """Say what there is, and when: the Trainer has an argument `profiler` too."""
-            raise AttributeError(
-                f"MemoryProfiler has no {name}. As one of Trainer(callbacks=[...]) it gets a"
-                " summary in a run: read profiler.summary after it."
+            return missing_attribute(
+                self,
+                name,
+                "a summary in a run: read profiler.summary after it. Where another process trains,"
+                " read memory_summary.json.",
             )
 
     @property
@@ -235,14 +235,14 @@ class MemoryProfiler(Callback):
         stage: str = "",
     ) -> None:
         """Find the log directory, and begin the peak before the first step."""
-        if is_one_of_several(self, trainer):
+        if is_one_of_several(self, trainer, MemoryProfiler):
             rank_zero_warn(
                 "The Trainer has several MemoryProfilers, which measure and print the same. Remove"
                 " all but one."
             )
         begin_run()
         self._run = None
-        self._summary: Summary | None = None
+        self.summary = None
         self._run_peak_bytes = None
         self._device_memory = self._memory_of(trainer)
         self._restart_peak()
@@ -362,10 +362,10 @@ class MemoryProfiler(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print the table once the progress bar has stopped."""
-        if self._is_table_due and self._summary is not None and trainer.is_global_zero:
+        if self._is_table_due and self.summary is not None and trainer.is_global_zero:
             # Lightning ends the progress bar last, and the bar of Rich would overwrite the table.
             stop_progress_bar(trainer, pl_module, stage)
-            print_or_warn(summary_text(self._summary))
+            print_or_warn(summary_text(self.summary))
         self._is_table_due = False
 
     def _begin(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
@@ -425,6 +425,6 @@ class MemoryProfiler(Callback):
         # Nothing more is recorded, even if an error ends the report.
         self._run = self._phases = None
         if run is not None:
-            self._summary = run.finish(trainer, is_complete=is_complete)
+            self.summary = run.finish(trainer, is_complete=is_complete)
             self._run_peak_bytes = run.peaks.run_bytes or None
             self._is_table_due = is_complete

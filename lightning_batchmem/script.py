@@ -63,8 +63,8 @@ class Script:
             path = shutil.which(path) or ""
             if not path:
                 raise ValueError(
-                    f"there is no script {words[0]!r} in {Path.cwd()}. A function MODULE:NAME is"
-                    " for `find`, which has --gpu too."
+                    f"there is no script {words[0]!r} in {Path.cwd()}. Write its path, or for"
+                    " `find` MODULE:NAME for a function."
                 )
         with Path(path).open("rb") as file:
             first_line = file.readline(200)

@@ -1104,8 +1104,8 @@ def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, de
         ({"init_val": 8}, "Pass min_batch_size"),
         ({"steps_per_trial": 3}, "chooses the steps"),
         ({"max_trials": 9, "max_batch_size": 64}, "pass max_batch_size"),
-        ({"batch_size": 32}, "The project has it; max_batch_size is the largest size"),
-        ({"trainer": {}}, "Arguments of the Trainer are in base="),
+        ({"batch_size": 32}, "max_batch_size is the largest size to consider"),
+        ({"trainer": {}}, "compare and assert_memory take arguments of the Trainer in base="),
     ],
 )
 def test_arguments_of_lightnings_finder_are_refused_with_ours(arguments, advice):
@@ -1129,12 +1129,29 @@ def test_other_arguments_are_refused_with_the_nearest_name():
     assert names[:2] == ["objective", "memory_limit"]
 
 
+class OtherFinder(BatchFinder):
+    """A project's own kind, whose property has an error."""
+
+    @property
+    def size_cap(self):
+        return self.optins
+
+
+def test_an_attribute_that_is_missing_in_a_property_is_named_itself():
+    with pytest.raises(AttributeError, match="OtherFinder has no optins"):
+        _ = OtherFinder().size_cap
+    with pytest.raises(AttributeError, match="object has no attribute '_private'"):
+        _ = OtherFinder()._private
+
+
 def test_two_finders_are_refused_with_a_sentence(fit, device):
     module = Lawful(device, law)
     finders = BatchFinder(), BatchFinder(max_batch_size=8)
     with pytest.raises(ValueError, match=r"one BatchFinder, got several\. Remove the others\.$"):
         fit(module, finders[0], device, finders[1])
     assert module.sizes == []
+    with pytest.raises(ValueError, match="one BatchFinder, got several"):
+        fit(module, OtherFinder(), device, type("Sibling", (BatchFinder,), {})())
 
 
 def test_there_is_no_plan_before_a_run(fit, device, caplog):

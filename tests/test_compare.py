@@ -1,5 +1,6 @@
 """compare: searches of several variants of one model, one after another in this process."""
 
+import functools
 import os
 import random
 import weakref
@@ -216,6 +217,14 @@ def test_make_may_return_nothing_else(made, got):
     assert row.error == (
         f"ValueError: make must return a LightningModule, or (module, data), got {got}"
     )
+
+
+def test_a_decorator_may_pass_the_arguments():
+    def configured(function):
+        return functools.wraps(function)(lambda: function(2))
+
+    with pytest.raises(ValueError, match="max_batch_size must be a whole number"):
+        compare(configured(lambda size: BoringModel()), {}, max_batch_size=0)
 
 
 def test_wrong_arguments():

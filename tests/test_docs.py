@@ -145,7 +145,8 @@ def test_links_files_and_modules_exist(page):
 
 def anchors_of(page):
     """The anchors that GitHub and MkDocs make of the headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

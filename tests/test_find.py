@@ -289,3 +289,5 @@ def test_what_is_no_trainer_or_no_module_is_named():
         find_batch_size(quiet_trainer(), module, [])
     with pytest.raises(TypeError, match=r"argument dataloaders\. find_batch_size takes train_"):
         find_batch_size(quiet_trainer(), module, dataloaders=[])
+    with pytest.raises(TypeError, match=r"train_dataloader\. find_batch_size takes train_"):
+        find_batch_size(quiet_trainer(), module, train_dataloader=[])

@@ -472,8 +472,14 @@ def error_of(arguments, capsys):
     [
         ("find my_project:mak", "an object of my_project, got 'mak'. Did you mean make?"),
         ("find my_project:12", "a name must be MODULE:NAME, such as my_package.train:make, got"),
-        ("find my_project", "there is no script 'my_project' in {cwd}. A function MODULE:NAME is"),
-        ("simulate 8GiB my_project:make", "there is no script 'my_project:make' in {cwd}. A func"),
+        (
+            "find my_project",
+            "there is no script 'my_project' in {cwd}. Write its path, or for `find`",
+        ),
+        (
+            "simulate 8GiB my_project:make",
+            "there is no script 'my_project:make' in {cwd}. Write its path",
+        ),
         (
             "find my_projec:make",
             "must name a module, got 'my_projec'; modules in {cwd}: fails, imports, my_project",
@@ -504,6 +510,10 @@ def error_of(arguments, capsys):
         ("check my_project:make --reference . --update", ". must be a file in an existing"),
         ("check --update my_project:make --reference .", ". must be a file in an existing"),
         ("check my_project:make --update=true --reference .", ". must be a file in an existing"),
+        (
+            "find my_project:make --out fails.py/plan.json",
+            "fails.py/plan.json must be a file",
+        ),
         ("check my_project:make --reference fails.py", "fails.py must be a reference of the"),
         ("check my_project:mak --update", "an object of my_project, got"),
         ("check my_project:make --tolerance 1x", 'Parser key "tolerance"'),
@@ -516,7 +526,7 @@ def test_wrong_arguments_are_one_line(project, capsys, arguments, message):
 
 # --- check
 
-WRITTEN = "memory.json has the memory of this step now"
+WRITTEN = "Wrote the memory of this step to memory.json"
 
 
 def check(target, *arguments):

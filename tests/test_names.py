@@ -238,6 +238,7 @@ VALUES = {
     ],
     "MemoryProfiler": ['snapshot="on_oom"'],
     "Note": [
+        'kind="cost"',
         'kind="earlier_plan"',
         'kind="limit"',
         'kind="risk"',
@@ -749,8 +750,6 @@ def test_a_name_that_leaves_is_deprecated():
         ("BatchSizeFinder", r"use BatchFinder \(docs/coming-from-batch-size-finder\.md "),
         ("OomGuard", r"copy examples/oom_guard\.py of its repository"),
         ("Tuner", r"call find_batch_size\(trainer, model\), or add a BatchFinder"),
-        ("scale_batch_size", r"call find_batch_size\("),
-        ("tune", r"call find_batch_size\("),
     ],
 )
 def test_an_import_says_what_to_use(package, name, advice):

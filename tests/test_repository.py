@@ -27,6 +27,7 @@ def test_one_sentence_says_everywhere_what_the_package_does():
     (tagline,) = re.findall(r'^description = "(.*)"$', project, re.MULTILINE)
     assert read("CITATION.cff")["title"] == f"lightning-batchmem: {tagline}"
     assert f'\nsite_description: "{tagline}"\n' in (ROOT / "mkdocs.yml").read_text()
+    assert f"\n**{tagline}.**\n" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["ci", "newest"])

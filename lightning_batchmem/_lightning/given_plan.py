@@ -44,12 +44,22 @@ def plan_of_file(given: Plan | str | Path, ranks: Ranks) -> Plan:
     plan, problem = ranks.exchange((plan, problem))[0]
     if plan is None or problem:
         raise ValueError(
-            f"{source} {problem}. Name another file, or delete this one and search with"
-            ' then="exit".'
+            f'{source} {problem}. Name another file, or search again with then="exit", which writes'
+            " one that does not exist."
         )
     why = f"the size of {source}, found at another start."
-    # The speeds are of another process.
-    return replace(plan, chosen=replace(plan.chosen, why=why, speeds=()))
+    # Speeds, the time of the search, the number of steps and the rates are those of another run.
+    before = plan.project_recipe
+    if before is not None:
+        rates = before.learning_rates if plan.learning_rate else ()
+        before = replace(before, num_steps=None, learning_rates=rates)
+    return replace(
+        plan,
+        chosen=replace(plan.chosen, why=why, speeds=()),
+        recipe=replace(plan.recipe, num_steps=None),
+        project_recipe=before,
+        notes=tuple(note for note in plan.notes if note.kind != "cost"),
+    )
 
 
 def changes_of_training(

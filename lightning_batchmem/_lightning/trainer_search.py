@@ -170,7 +170,7 @@ class TrainerSearch:
         if not (self.is_simulated or self.kept):
             seconds = self.ranks.exchange(time.monotonic() - begin)[0]
             longer = longer_search_text(seconds, plan.training_seconds)
-            plan = plan.with_notes(Note("training", longer))
+            plan = plan.with_notes(Note("cost", longer))
         return plan
 
     def _search_in(
@@ -221,7 +221,7 @@ class TrainerSearch:
             Note("limit", program.longest_sample_text(plan, setting.project_size, self.ranks)),
             Note("search", program.kept_size_text(setting.project_size)),
             Note("risk", state.frozen_text),
-            Note("search", note),
+            Note("risk", note),
         )
         return FoundPlan(
             with_recipe(plan, before, program, self.options, self.ranks),

@@ -129,7 +129,7 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
-def is_one_of_several(callback: Any, trainer: Trainer) -> bool:
+def is_one_of_several(callback: Any, trainer: Trainer, kind: type[Callback]) -> bool:
     """Whether the trainer has another callback of this kind.
 
     Raises:
@@ -143,7 +143,7 @@ def is_one_of_several(callback: Any, trainer: Trainer) -> bool:
         raise ValueError(
             "callbacks must have an object, got a class: write BatchFinder() or MemoryProfiler()"
         )
-    return sum(isinstance(one, type(callback)) for one in callbacks_of(trainer)) > 1
+    return sum(isinstance(one, kind) for one in callbacks_of(trainer)) > 1
 
 
 def weight_average_bytes(trainer: Trainer) -> int:

@@ -7,13 +7,12 @@ ImportError without matplotlib.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from lightning_batchmem.plan.records import MIB, Trial, device_text, mib
+from lightning_batchmem.plan.records import MIB, Trial, device_text
 from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ _LABEL: dict[str, Any] = {
 }
 # Labels of sizes that are this share of the axis apart do not overlap.
 _LABEL_SHARE = 0.08
-# Of a small font, which has letters of several widths.
-_TITLE_COLUMNS = 78
 _NUMBER = "{x:,.0f}"
 
 
@@ -98,8 +95,8 @@ def _peak_mib(row: Mapping[str, Any]) -> float | None:
 def plot_search(plan: Plan) -> Figure:
     """Plot the memory of a step, and below it the throughput of a rank, over the batch size.
 
-    Memory has the trials, the fitted line, the limit and what stays free. Throughput has the sizes
-    that were measured. Both have the chosen size and the fastest one; the title has the reason.
+    Memory has the trials, the fitted line and the limit. Throughput has the sizes
+    that were measured. Both have the chosen size and the fastest one.
     """
     completed = [
         trial for trial in plan.trials if trial.outcome == "ok" and trial.memory.peak_bytes
@@ -107,19 +104,11 @@ def plot_search(plan: Plan) -> Figure:
     if not completed:
         raise ValueError("no size of this plan was measured, so there is nothing to draw")
     speeds = measured_speeds(plan.trials)
-    title = "Memory"
-    y_labels = ["memory (MiB)"]
-    if speeds:
-        title += " and throughput"
-        y_labels.append(f"throughput ({plan.unit.items}/s)")
-    if plan.ranks > 1:
-        title += " of each rank"
-    if plan.device:
-        title += f" on {device_text(plan.device)}"
-    figure, panels = _new_panels(title, plan.unit.name, *y_labels)
-    if plan.reason:
-        reason = textwrap.fill(plan.reason, _TITLE_COLUMNS)
-        panels[0].set_title(f"{title}\n{reason}", loc="left", fontsize=9)
+    what = "Memory and throughput" if speeds else "Memory"
+    of_rank = " of each rank" if plan.ranks > 1 else ""
+    title = f"{what}{of_rank}{plan.device and f' on {device_text(plan.device)}'}"
+    y_labels = ["memory (MiB)", f"throughput ({plan.unit.items}/s)"]
+    figure, panels = _new_panels(title, plan.unit.name, *y_labels[: 1 + bool(speeds)])
     sizes = sorted({plan.batch_size, *(trial.batch_size for trial in plan.trials)})
     largest_shown = (1 + _LABEL_SHARE) * sizes[-1]
     panels[0].set_xlim(0, largest_shown)
@@ -176,10 +165,6 @@ def _draw_trials(axes: Axes, plan: Plan, completed: Sequence[Trial]) -> None:
         axes.plot(failed, limits, "X", label="did not fit", color=_VERMILLION, markersize=11)
     axes.plot(measured, process, label="process", color=_BLACK, **_POINTS)
     _draw_limit(axes, limit)
-    taken_bytes = plan.held_peak_bytes or plan.measured_peak_bytes
-    if taken_bytes is not None and taken_bytes < plan.limit_bytes:
-        free = f"free: {mib(plan.limit_bytes - taken_bytes)}"
-        axes.axhspan(taken_bytes / MIB, limit, label=free, color=_GREY, alpha=0.2, linewidth=0)
 
 
 def _new_panels(title: str, x_label: str, *y_labels: str) -> tuple[Figure, list[Axes]]:

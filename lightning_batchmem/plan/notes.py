@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 NoteKind = Literal[
     "training",
+    "cost",
     "simulation",
     "earlier_plan",
     "limit",
@@ -17,8 +18,8 @@ NoteKind = Literal[
 ]
 """What a note is about, in the order in which notes are printed.
 
-- ``"training"``: what the size changes in the training, what cannot go with it, and a search
-  that takes longer.
+- ``"training"``: what the size changes in the training, or what cannot go with it.
+- ``"cost"``: a search that takes longer than the training.
 - ``"simulation"``: what a search on a simulated GPU assumes, and what it leaves out.
 - ``"earlier_plan"``: why a given plan, or what earlier starts measured, was not used.
 - ``"limit"``: what keeps the size small besides the memory of usual steps.

@@ -47,9 +47,9 @@ _LEAST_LIMIT_BYTES = 2**20
 
 # What to do instead for arguments of Lightning's BatchSizeFinder, and others that one may expect.
 _INSTEAD = {
-    "batch_size": "The project has it; max_batch_size is the largest size to consider.",
+    "batch_size": "max_batch_size is the largest size to consider.",
     "dataloaders": "find_batch_size takes train_dataloaders=, a list of loaders.",
-    "trainer": "Arguments of the Trainer are in base=, a dictionary.",
+    "trainer": "compare and assert_memory take arguments of the Trainer in base=, a dictionary.",
     "mode": "It fits lines to a few sizes instead of doubling or bisecting; leave it out.",
     "steps_per_trial": "It chooses the steps of each size itself; leave it out.",
     "init_val": "Pass min_batch_size for the smallest size to try.",
@@ -65,6 +65,20 @@ def advice_on(name: str, names: Sequence[str]) -> str:
     return f"Did you mean {near[0]}?" if near else f"It has {', '.join(names)}."
 
 
+def missing_attribute(owner: object, name: str, advice: str) -> object:
+    """An attribute of a callback that it does not have, as ``__getattr__`` asks for it.
+
+    Raises:
+        AttributeError: with the advice, unless the name is private, or has raised this error in a
+            property of a subclass.
+    """
+    if name.startswith("_") or hasattr(type(owner), name):
+        return object.__getattribute__(owner, name)
+    raise AttributeError(
+        f"{type(owner).__name__} has no {name}. As one of Trainer(callbacks=[...]) it gets {advice}"
+    )
+
+
 def names_our_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Refuse an argument that needs a name, or has an unknown one, with a sentence that has ours.
 
@@ -75,6 +89,7 @@ def names_our_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Ar
     parameters = inspect.signature(function).parameters.values()
     names = [one.name for one in parameters if one.name != "self"]
     by_name = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    instead = _INSTEAD if "max_batch_size" in names else {}
     places = len(parameters) - len(by_name)
 
     @functools.wraps(function)
@@ -86,7 +101,8 @@ def names_our_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Ar
             )
         for name in keywords:
             if name not in names:
-                advice = _INSTEAD.get(name, advice_on(name, names))
+                near = get_close_matches(name, [*instead, *names], n=1)
+                advice = instead.get("".join(near), advice_on(name, names))
                 raise TypeError(f"{kind} has no argument {name}. {advice}")
         return function(*arguments, **keywords)
 

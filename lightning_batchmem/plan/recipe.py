@@ -167,8 +167,8 @@ def longer_search_text(search_seconds: float, training_seconds: float | None) ->
     if training_seconds is None or search_seconds <= max(_SHORT_SECONDS, training_seconds):
         return ""
     return (
-        f"The search took {search_seconds:.0f} s, and the steps of the training take about"
-        f" {training_seconds:.0f} s. Write the size into your code to search no more."
+        f"The search took {search_seconds:.0f} s, longer than the steps of the training. Write size"
+        " and accumulation into your code to search no more."
     )
 
 

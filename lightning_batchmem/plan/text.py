@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lightning_batchmem.plan.printing import shown, table_text
 from lightning_batchmem.plan.records import Trial, mib
-from lightning_batchmem.plan.trials_so_far import measured_speeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,15 +131,8 @@ def _known_sizes(plan: Plan) -> str:
     how_known = rehearsed if largest in verified else "predicted"
     if plan.chosen.state:
         how_known += f", {plan.chosen.state}"
-    speeds = {speed.batch_size: speed.samples_per_s for speed in measured_speeds(plan.trials)}
-    fastest = plan.fastest_batch_size
-    text = f"fits {largest:,} ({how_known})"
-    if fastest is None:
-        return text
-    speed = (
-        f" ({plan.ranks * speeds[fastest]:,.0f} {plan.unit.items}/s)" if fastest in speeds else ""
-    )
-    return f"{text} · fastest {fastest:,}{speed}"
+    fastest = "" if plan.fastest_batch_size is None else f" · fastest {plan.fastest_batch_size:,}"
+    return f"fits {largest:,} ({how_known}){fastest}"
 
 
 def _speeds(plan: Plan) -> str:
@@ -158,10 +150,7 @@ def _memory(plan: Plan) -> str:
     most = f"at most {mib(plan.limit_bytes)}"
     if plan.held_peak_bytes is None:
         return most
-    text = f"{_number_of_mib(plan.held_peak_bytes)} of {most}"
-    if plan.ranks > 1:
-        text += f" on each rank; all ranks {mib(plan.ranks * plan.held_peak_bytes)}"
-    return text
+    return f"{_number_of_mib(plan.held_peak_bytes)} of {most}"
 
 
 def _number_of_mib(count_bytes: float) -> str:

@@ -59,7 +59,7 @@ class MemoryRoom:
             f"The search left {mib(self.later_bytes)} of the limit free: the training needs them"
             " later, for gradients that ranks exchange or for averaged weights."
         )
-        return [Note("search", text)]
+        return [Note("limit", text)]
 
     def provided_bytes(self) -> int:
         """The most that this rank may hold; ranks that share memory divide what is left equally."""

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_batchmem import BatchFinder, Plan
+from lightning_batchmem.plan.notes import Note
 from lightning_batchmem.plan.recipe import Recipe
 from tests.helpers import lawful
 from tests.helpers.lawful import MIB, Lawful, Sizes, law, loader
@@ -332,7 +333,16 @@ def test_the_plan_of_a_search_in_a_training(search, train, device, tmp_path):
     searched = search(Lawful(device, law), options={"plan": path, "max_batch_size": 50})
     module, _, finder = train(path)
     assert module.sizes == [50] * 3
-    assert (finder.plan.recipe, finder.plan.notes) == (searched.recipe, searched.notes)
+    # The number of its steps, and the time of its search, are those of the first training.
+    noted = plan_with(searched, notes=(Note("cost", "It took long."), *searched.notes))
+    path.write_text(noted.to_json())
+    module, _, finder = train(path)
+    assert finder.plan.recipe == replace(searched.recipe, num_steps=None)
+    assert finder.plan.notes == searched.notes
+    assert (
+        finder.plan.training
+        == "steps of 3 -> 50 samples: 16.7 times the samples, learning rate 0.001 unchanged"
+    )
 
 
 @pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"max_epochs": 0}])

@@ -384,7 +384,7 @@ def _run_case(case, directory, ranks):
     states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
     entries = itertools.chain.from_iterable(state.values() for state in states)
     moments = [value for entry in entries for value in entry.values() if hasattr(value, "shape")]
-    plan = plan or finder.plan
+    plan = plan or getattr(finder, "plan", None)
     model = trainer.strategy.model
     return {
         "plan": json.loads(plan.to_json()) if plan else None,

@@ -252,7 +252,7 @@ def test_the_text_of_a_plan():
             "  memory    180.0 of at most 200.0 MiB",
             "  tensors   164.0 MiB; predicted from smaller sizes: 164.0 MiB",
             "  line      100.0 MiB + 2.0 MiB a sample (forward)",
-            "  sizes     fits 32 (verified) · fastest 32 (800 samples/s)",
+            "  sizes     fits 32 (verified) · fastest 32",
             "| run       | fits | size | tensors MiB | process MiB |   ms | samples/s |",
             "|-----------|------|------|-------------|-------------|------|-----------|",
             "| few steps | yes  |    2 |       104.0 |             | 12.0 |       167 |",
@@ -278,7 +278,7 @@ def test_the_text_has_what_else_a_person_should_know():
         "batch size 32 on each of 2 ranks, limited by target_batch_size, not verified"
     )
     for row in (
-        "memory    180.0 of at most 200.0 MiB on each rank; all ranks 360.0 MiB\n",
+        "memory    180.0 of at most 200.0 MiB\n",
         "training  128 (2 ranks x 4 x 16) -> 256 (2 ranks x 4 x 32) samples a step, 200\n"
         "            -> 100 steps, learning rate 0.1 -> 0.2\n  note      a warning\n"
         "  why",

@@ -161,8 +161,8 @@ def test_a_step_that_is_missed_is_one_note(budget_name, size):
 
 def test_a_search_that_takes_longer_than_the_training_is_one_note():
     assert longer_search_text(12.0, 3.0) == (
-        "The search took 12 s, and the steps of the training take about 3 s. Write the size into"
-        " your code to search no more."
+        "The search took 12 s, longer than the steps of the training. Write size and accumulation"
+        " into your code to search no more."
     )
     assert longer_search_text(3.0, 12.0) == ""
     assert longer_search_text(3.0, None) == ""
