@@ -133,7 +133,8 @@ def train(way: str, search: str) -> dict[str, Any]:
         ).batch_size
     trainer.fit(module)
     found = {"size": module.batch_size, "steps": trainer.global_step, **memory.found}
-    plan = finder.plan
+    # It is not a callback of each training.
+    plan = getattr(finder, "plan", None)
     if plan is not None:
         found["limited_by"] = plan.limited_by
         found["verified"] = plan.verified
