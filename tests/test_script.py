@@ -71,6 +71,7 @@ def test_a_script_searches_and_then_trains_with_the_plan(train, capfd):
     assert "why       96 samples: the size of the plan in plan.json" in text.stdout
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_behind_a_size_that_ended_the_process(train, capfd):
     dies = "len(batch[0]) > 50 and os.kill(os.getpid(), signal.SIGKILL)"
     search_by(train(dies), Path("plan.json"), OPTIONS)
@@ -82,6 +83,7 @@ def test_a_search_goes_on_behind_a_size_that_ended_the_process(train, capfd):
     assert any("Earlier starts ended at size" in str(note) for note in plan.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies", "message"),
     [
