@@ -53,13 +53,11 @@ _MODULES = {
     "find_batch_size_of_loop": "find",
 }
 
-_WITHOUT_TRAINING = "call find_batch_size(trainer, model), or add a BatchFinder to the callbacks"
-
 # What to use instead of Lightning's names, and of one that has left.
 _INSTEAD = {
     "BatchSizeFinder": "use BatchFinder (docs/coming-from-batch-size-finder.md has its arguments)",
     "OomGuard": "copy examples/oom_guard.py of its repository",
-    "Tuner": _WITHOUT_TRAINING,
+    "Tuner": "call find_batch_size(trainer, model), or add a BatchFinder to the callbacks",
 }
 
 

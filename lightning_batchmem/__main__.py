@@ -338,7 +338,7 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         advice = "--help describes the arguments."
-        if "trainer" in message:
+        if message.startswith('Parser key "trainer"'):
             advice = "Write one argument at a time, as in --trainer.accelerator=gpu."
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:

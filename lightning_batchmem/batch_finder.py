@@ -465,9 +465,8 @@ class BatchFinder(Callback):
             source = stage_source(trainer)
             if getattr(trainer, f"limit_{source.stage}_batches") == 0:
                 return
-            check_step(
-                module, "validation_step" if source.stage == "val" else f"{source.stage}_step"
-            )
+            step = "validation_step" if source.stage == "val" else f"{source.stage}_step"
+            check_step(module, step)
             setting = batch_size_setting(
                 trainer, module, source, options.batch_arg_name, is_budget=options.budget
             )
@@ -510,11 +509,12 @@ class BatchFinder(Callback):
         earlier: Plan | None = None,
         kept: KeptTrials | None = None,
     ) -> TrainerSearch:
-        device_memory = self.device_memory(trainer.strategy.root_device)
+        device = trainer.strategy.root_device
+        device_memory = self.device_memory(device)
         if device_memory is None:
             raise ValueError(
-                f"BatchFinder cannot search, because {trainer.strategy.root_device.type} or its"
-                " allocator counts no peak memory. Set the batch size by hand."
+                f"BatchFinder cannot search, because {device.type} or its allocator counts"
+                " no peak memory. Set the batch size by hand."
             )
         return TrainerSearch(
             trainer,

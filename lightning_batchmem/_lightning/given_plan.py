@@ -79,7 +79,14 @@ def changes_of_training(
     largest_size = search.options.max_batch_size or plan.batch_size
     if plan.batch_size > largest_size:
         changes.append(f"it has batch size {plan.batch_size}, and max_batch_size is {largest_size}")
+    accumulated = trainer.accumulate_grad_batches
+    of_plan = plan.project_recipe
     for name, before, now in (
+        (
+            "accumulation of the project",
+            accumulated if of_plan is None else of_plan.accumulate_grad_batches,
+            accumulated,
+        ),
         ("number of ranks", plan.ranks, trainer.world_size),
         ("strategy", plan.strategy or strategy, strategy),
         ("number of parameters", plan.parameters if parameters else "", parameters),

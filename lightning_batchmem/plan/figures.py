@@ -95,8 +95,8 @@ def _peak_mib(row: Mapping[str, Any]) -> float | None:
 def plot_search(plan: Plan) -> Figure:
     """Plot the memory of a step, and below it the throughput of a rank, over the batch size.
 
-    Memory has the trials, the fitted line and the limit. Throughput has the sizes
-    that were measured. Both have the chosen size and the fastest one.
+    Memory has the trials, the fitted line and the limit. Throughput has the sizes that were
+    measured. Both have the chosen size and the fastest one.
     """
     completed = [
         trial for trial in plan.trials if trial.outcome == "ok" and trial.memory.peak_bytes

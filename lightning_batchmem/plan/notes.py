@@ -23,7 +23,7 @@ NoteKind = Literal[
 - ``"simulation"``: what a search on a simulated GPU assumes, and what it leaves out.
 - ``"earlier_plan"``: why a given plan, or what earlier starts measured, was not used.
 - ``"limit"``: what keeps the size small besides the memory of usual steps.
-- ``"risk"``: why the training may need more memory than the rehearsal.
+- ``"risk"``: why a later step may fail, or need more memory than the rehearsal.
 - ``"settings"``: settings of the Trainer that count batches.
 - ``"search"``: everything else about the search; the short text leaves these out.
 """

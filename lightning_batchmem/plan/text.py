@@ -46,7 +46,7 @@ def short_text(plan: Plan) -> str:
     """
     surprising = tuple(note for note in plan.notes if note.kind != "search")
     rows = [row for row in _rows(replace(plan, notes=surprising)) if row[0] not in _DETAILS]
-    rows.append(("details", "print(finder.plan), or BatchFinder(verbose=True)"))
+    rows.append(("details", "print the plan, or set verbose=True"))
     return "\n".join([_wrapped(f"BatchFinder: {headline(plan)}"), *_lines(rows)])
 
 

@@ -79,12 +79,13 @@ class SearchProgress(Progress):
         """
         self._num_trials += 1
         self._num_steps = 0
-        self._run = f"run {self._num_trials} of about {self._num_trials + runs_left(probe, trials)}"
+        about = self._num_trials + runs_left(probe, trials)
+        self._run = f"run {self._num_trials} of about {about}"
         model = fit_memory(trials)
+        predicted = ""
         rehearsal = "rehearsal of " * (probe.kind == "rehearsal")
-        predicted = (
-            "" if model is None else f", predicted {mib(model.predict_bytes(probe.batch_size))}"
-        )
+        if model is not None:
+            predicted = f", predicted {mib(model.predict_bytes(probe.batch_size))}"
         self._trial = f"{rehearsal}size {probe.batch_size:,}{predicted}"
         self._show()
 

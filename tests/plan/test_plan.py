@@ -355,12 +355,12 @@ def test_the_short_text_has_four_rows_and_all_notes_but_those_about_the_search()
             "            the limit leaves little room above it.",
             "  memory    180.0 of at most 200.0 MiB",
             "  note      another",
-            "  details   print(finder.plan), or BatchFinder(verbose=True)",
+            "  details   print the plan, or set verbose=True",
         ]
     )
     assert "  note      left out\n" in str(plan)
     nothing_ran = Plan(Chosen(1, "dataset", "", is_verified=False), (), 200 * MIB)
     assert nothing_ran.short_text().splitlines()[1:] == [
         "  memory    at most 200.0 MiB",
-        "  details   print(finder.plan), or BatchFinder(verbose=True)",
+        "  details   print the plan, or set verbose=True",
     ]
