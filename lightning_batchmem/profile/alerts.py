@@ -53,7 +53,8 @@ _MAX_WAIT_SHARE = 0.5
 _MIN_BUSY_PERCENT = 50.0
 # A leak is looked for in four windows of this many readings.
 _READINGS_PER_WINDOW = 16
-# The smallest growth over the windows that counts, also as a share of the first reading.
+# The smallest growth over the windows that counts, also as a share of the limit: what takes more
+# than 50 times as long to fill the memory may be a heap that settles.
 _MIN_GROWTH_BYTES = 16 * MIB
 _MIN_GROWTH_SHARE = 0.02
 # The last rise must be at least this share of the first one, for each step.
@@ -113,7 +114,7 @@ class Alerts:
 
     def _check_growth(self, step: Step, start_bytes: int, limit_bytes: int) -> None:
         """Compare the memory in use at the start of a step with the steps before it."""
-        pace_bytes = self._leaks.add(step.number, start_bytes)
+        pace_bytes = self._leaks.add(step.number, start_bytes, limit_bytes)
         if pace_bytes is None:
             return
         free_bytes = max(0, limit_bytes - max(start_bytes, step.peak_bytes or 0))
@@ -202,8 +203,14 @@ class LeakDetector:
         # The steps at the end of the first window of the last leak, and at the begin of its last.
         self.compared = (0, 0)
 
-    def add(self, step: int, start_bytes: int) -> float | None:
-        """Add a reading; return the growth in bytes per step if there is a leak."""
+    def add(self, step: int, start_bytes: int, limit_bytes: int) -> float | None:
+        """Add a reading; return the growth in bytes per step if there is a leak.
+
+        Args:
+            step: the number of the step.
+            start_bytes: the memory in use at its start.
+            limit_bytes: the memory that can be used; 0 if it is not known.
+        """
         self._readings.append((start_bytes, step))
         if len(self._readings) < _READINGS_PER_WINDOW:
             return None
@@ -214,12 +221,12 @@ class LeakDetector:
         lows = [min(window) for window in self._windows]
         rises = [later[0] - low[0] for low, later in pairwise(lows)]
         paces = [(later[0] - low[0]) / (later[1] - low[1]) for low, later in pairwise(lows)]
-        first_bytes = lows[0][0]
         last_bytes = lows[3][0]
+        least_bytes = max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * limit_bytes)
         if (
             min(rises) <= self._granularity_bytes
             or paces[2] < _MIN_STEADINESS * paces[0]
-            or last_bytes - first_bytes < max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * first_bytes)
+            or last_bytes - lows[0][0] < least_bytes
             or last_bytes <= max(self._windows[1])[0]
         ):
             return None

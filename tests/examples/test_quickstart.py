@@ -1,5 +1,6 @@
 """The quickstart, in a process of its own, because its limit includes the interpreter."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,10 @@ def test_the_quickstart_trains_at_the_size_of_its_plan(tmp_path):
     assert plan.project_batch_size == 16
     assert 16 <= plan.batch_size <= 24
     summary = Summary.from_json((folder / "memory_summary.json").read_text())
-    assert summary.steps == plan.recipe.num_steps
-    assert summary.memory.batch_size == plan.batch_size
+    # Four epochs of 1,438 images. The process may have its peak in the last batch of one, which is
+    # smaller.
+    assert summary.steps == plan.recipe.num_steps == 4 * math.ceil(1438 / plan.batch_size)
+    assert summary.alerts == ()
     assert "Memory of a training step" in done.stdout
     events = EventAccumulator(str(folder))
     events.Reload()
