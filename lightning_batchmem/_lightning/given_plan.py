@@ -63,7 +63,11 @@ def plan_of_file(given: Plan | str | Path, ranks: Ranks) -> Plan:
 
 
 def changes_of_training(
-    search: TrainerSearch, plan: Plan, limit_bytes: int, parameters: str
+    search: TrainerSearch,
+    plan: Plan,
+    limit_bytes: int,
+    parameters: str,
+    setting: BatchSizeSetting,
 ) -> list[str]:
     """A clause on all ranks for each difference from the training of a plan.
 
@@ -72,6 +76,7 @@ def changes_of_training(
         plan: the plan.
         limit_bytes: what this process may take now.
         parameters: the number of parameters; empty where they are made later.
+        setting: the place of the plan's size in the project.
     """
     trainer = search.trainer
     changes = changes_since(plan, search.device, limit_bytes)
@@ -81,6 +86,11 @@ def changes_of_training(
         changes.append(f"it has batch size {plan.batch_size}, and max_batch_size is {largest_size}")
     accumulated = trainer.accumulate_grad_batches
     of_plan = plan.project_recipe
+    own_size = plan.project_batch_size
+    # A size that a hook has cannot be read before its loader is made. An earlier fit of this
+    # process, or you, may have set the plan's.
+    if own_size and setting.project_size not in (None, own_size, plan.batch_size):
+        changes.append(changed("batch size of the project", own_size, setting.project_size))
     for name, before, now in (
         (
             "accumulation of the project",
@@ -119,18 +129,19 @@ def apply_given_plan(
         ValueError: if the plan is of another training, or its size cannot be set.
     """
     plan = plan_of_file(given, search.ranks)
+    setting = setting_of_plan(search, module, plan)
     limit_bytes = search.room.limit_bytes()
     # The free memory of a machine varies, and matters where the size does not fit any more.
     if limit_bytes >= (plan.held_peak_bytes or plan.limit_bytes):
         limit_bytes = plan.limit_bytes
     # Those that are made later, in configure_model, are not known yet.
-    changes = changes_of_training(search, plan, limit_bytes, parameters_made_text(module))
+    parameters = parameters_made_text(module)
+    changes = changes_of_training(search, plan, limit_bytes, parameters, setting)
     if changes:
         raise ValueError(
             f"the plan must be one of this training, but {', and '.join(changes)}. Search again"
             ' with then="exit".'
         )
-    setting = setting_of_plan(search, module, plan)
     without_plan.callback(setting.place.restorer())
     apply_before_optimizers(setting, plan, undo)
     return plan, setting

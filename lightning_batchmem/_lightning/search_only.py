@@ -90,10 +90,11 @@ def find_plan(
     trainer = search.trainer
     _check_has_steps(trainer)
     check_training(trainer, trainer.lightning_module, search.options)
-    plan, notes = _plan_of_earlier_start(search, path)
+    setting = make_setting()
+    plan, notes = _plan_of_earlier_start(search, setting, path)
     if plan is None:
         discard_train_loader(trainer)
-        plan = search.training(make_setting(), None, None).with_notes(*notes)
+        plan = search.training(setting, None, None).with_notes(*notes)
         if trainer.is_global_zero:
             write_plan(path, plan)
         if search.kept is not None:
@@ -102,14 +103,17 @@ def find_plan(
     return plan if plan.learning_rate is not None else with_learning_rates(trainer, plan)
 
 
-def _plan_of_earlier_start(search: TrainerSearch, path: Path) -> tuple[Plan | None, list[Note]]:
+def _plan_of_earlier_start(
+    search: TrainerSearch, setting: BatchSizeSetting, path: Path
+) -> tuple[Plan | None, list[Note]]:
     """The plan in the file if it is one of this training, or a note why not."""
     ranks = search.ranks
     if not ranks.exchange(path.exists())[0]:
         return None, []
     plan = plan_of_file(path, ranks)
     parameters = ranks.exchange(search.parameters)[0]
-    changes = changes_of_training(search, plan, search.room.limit_bytes(), parameters)
+    setting = setting.at(plan.place)
+    changes = changes_of_training(search, plan, search.room.limit_bytes(), parameters, setting)
     if not plan.verified:
         changes.append("it was not verified")
     if changes:

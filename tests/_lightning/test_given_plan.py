@@ -65,6 +65,10 @@ DIFFERENCES = {
     "device": ({"device": "another GPU"}, "the device was another GPU and is CPU"),
     "limit": ({"limit_bytes": 600 * MIB}, "the limit was 600.0 MiB and is 475.0 MiB"),
     "ranks": ({"recipe": Recipe(64, 1, 8, 512)}, "the number of ranks was 8 and is 1"),
+    "own size": (
+        {"project_recipe": Recipe(4)},
+        "the batch size of the project was 4 and is 3",
+    ),
     "accumulation": (
         {"project_recipe": Recipe(3, accumulate_grad_batches=2)},
         "the accumulation of the project was 2 and is 1",

@@ -210,6 +210,16 @@ def test_a_plan_of_another_training_is_replaced(find, path, change, text):
     assert text in note
 
 
+def test_a_plan_for_another_size_of_the_project_is_replaced(find, device, path):
+    find()
+    module = Lawful(device, law)
+    module.batch_size = 5
+    again = find(module)
+    assert again.project_batch_size == 5
+    (note,) = [note for note in search_notes(again) if note.startswith("The earlier plan was not")]
+    assert "the batch size of the project was 3 and is 5" in note
+
+
 @pytest.mark.parametrize("text", ["{}", "[", "my notes"])
 def test_another_file_stays_as_it_is(fit, device, path, text):
     path.parent.mkdir()
