@@ -1,12 +1,7 @@
-"""Every number that steers a search, with its meaning and its source.
-
-``python -m lightning_batchmem.plan.policy`` prints them as tables.
-"""
+"""Every number that steers a search, with its meaning and its source."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from dataclasses import dataclass
 
 
@@ -155,22 +150,3 @@ class SearchPolicy:
     rehearsal: RehearsalPolicy = RehearsalPolicy()
     steps: StepPolicy = StepPolicy()
     reading: ReadingPolicy = ReadingPolicy()
-
-
-POLICIES = (SearchPolicy, RehearsalPolicy, StepPolicy, ReadingPolicy, BudgetPolicy)
-"""Each record of numbers."""
-
-
-def policy_table(policy: type) -> str:
-    """Return the numbers of a policy as a table in Markdown."""
-    rows = ["| number | value | meaning | source |", "|---|---:|---|---|"]
-    source = inspect.getsource(policy)
-    for name, text in re.findall(r'^    (\w+): [^\n]+\n    """(.+?)"""', source, re.M | re.S):
-        meaning, _, reason = " ".join(text.split()).partition(" Source: ")
-        value = str(getattr(policy, name)).strip("()")
-        rows.append(f"| `{name}` | {value} | {meaning} | {reason} |")
-    return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(*map(policy_table, POLICIES), sep="\n\n")  # noqa: T201
