@@ -153,8 +153,9 @@ class BatchFinder(Callback):
             restore everything. If the process ends in the search, start the same command again:
             the search goes on behind the size that was running. Default: train.
         apply: True to search nothing: ``setup`` sets size, accumulation and learning rate of
-            ``plan``, before loaders and optimizers exist. Device, limit, ranks, strategy, precision,
-            number of parameters, and your own batch size and accumulation have to be the same.
+            ``plan``, before loaders and optimizers exist. Device, limit, ranks, strategy,
+            precision, number of parameters, and your own batch size and accumulation have to be the
+            same.
 
     Raises:
         ValueError: for an argument out of range, and at ``fit`` for a project whose batch size

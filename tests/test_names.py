@@ -425,7 +425,6 @@ ATTRIBUTES = {
         "held_peak_bytes",
         "largest_batch_size",
         "learning_rate",
-        "learning_rate_before",
         "limited_by",
         "measured_peak_bytes",
         "memory",

@@ -208,11 +208,6 @@ class Plan:
         """The module's new learning rate; ``None`` when it was left alone."""
         return self.recipe.learning_rate
 
-    @property
-    def learning_rate_before(self) -> float | None:
-        """The learning rate before :attr:`learning_rate`; ``None`` likewise."""
-        return None if self.project_recipe is None else self.project_recipe.learning_rate
-
     def short_text(self) -> str:
         """The plan in a few rows, without notes on the search itself.
 

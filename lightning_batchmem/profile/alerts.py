@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightning_batchmem.plan.records import MIB, counted, mib
+from lightning_batchmem.plan.records import counted, mib
 from lightning_batchmem.profile.step import Step, Times, Totals
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ _MAX_WAIT_SHARE = 0.5
 _MIN_BUSY_PERCENT = 50.0
 # A leak is looked for in four windows of this many readings.
 _READINGS_PER_WINDOW = 16
-# The smallest growth over the windows that counts, also as a share of the limit: what takes more
-# than 50 times as long to fill the memory may be a heap that settles.
-_MIN_GROWTH_BYTES = 16 * MIB
+# The smallest growth over the windows that counts, as a share of the limit: what takes more than 50
+# times as long to fill the memory may be a heap that settles.
 _MIN_GROWTH_SHARE = 0.02
 # The last rise must be at least this share of the first one, for each step.
 _MIN_STEADINESS = 0.85
@@ -98,7 +97,7 @@ class Alerts:
         """Check the steps since the last call."""
         limit_bytes = totals.reading.limit_bytes or 0
         for step in totals.each:
-            if step.start_bytes is not None:
+            if limit_bytes and step.start_bytes is not None:
                 self._check_growth(step, step.start_bytes, limit_bytes)
         # The live peak of steps with CUDA graphs is not known.
         peak_bytes = (totals.peak_reserved_bytes if totals.graph_steps else totals.peak_bytes) or 0
@@ -209,7 +208,7 @@ class LeakDetector:
         Args:
             step: the number of the step.
             start_bytes: the memory in use at its start.
-            limit_bytes: the memory that can be used; 0 if it is not known.
+            limit_bytes: the memory that can be used.
         """
         self._readings.append((start_bytes, step))
         if len(self._readings) < _READINGS_PER_WINDOW:
@@ -222,11 +221,10 @@ class LeakDetector:
         rises = [later[0] - low[0] for low, later in pairwise(lows)]
         paces = [(later[0] - low[0]) / (later[1] - low[1]) for low, later in pairwise(lows)]
         last_bytes = lows[3][0]
-        least_bytes = max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * limit_bytes)
         if (
             min(rises) <= self._granularity_bytes
             or paces[2] < _MIN_STEADINESS * paces[0]
-            or last_bytes - lows[0][0] < least_bytes
+            or last_bytes - lows[0][0] < _MIN_GROWTH_SHARE * limit_bytes
             or last_bytes <= max(self._windows[1])[0]
         ):
             return None
