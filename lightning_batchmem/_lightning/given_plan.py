@@ -88,15 +88,14 @@ def changes_of_training(
     of_plan = plan.project_recipe
     own_size = plan.project_batch_size
     # A size that a hook has cannot be read before its loader is made. An earlier fit of this
-    # process, or you, may have set the plan's.
+    # process, or you, may have set the size and the accumulation of the plan.
     if own_size and setting.project_size not in (None, own_size, plan.batch_size):
         changes.append(changed("batch size of the project", own_size, setting.project_size))
+    if of_plan is not None:
+        of_project = of_plan.accumulate_grad_batches
+        if accumulated not in (of_project, plan.accumulate_grad_batches):
+            changes.append(changed("accumulation of the project", of_project, accumulated))
     for name, before, now in (
-        (
-            "accumulation of the project",
-            accumulated if of_plan is None else of_plan.accumulate_grad_batches,
-            accumulated,
-        ),
         ("number of ranks", plan.ranks, trainer.world_size),
         ("strategy", plan.strategy or strategy, strategy),
         ("number of parameters", plan.parameters if parameters else "", parameters),

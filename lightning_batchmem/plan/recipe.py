@@ -234,7 +234,8 @@ def learning_rate_text(before: Recipe, after: Recipe, unit: Unit) -> str:
     old_size = before.effective_batch_size
     size = after.effective_batch_size
     names = list(dict.fromkeys(after.optimizer_names))
-    is_kept = before.learning_rates == after.learning_rates
+    # Those of another run are not known.
+    is_kept = before.learning_rates in ((), after.learning_rates)
     ratio = step_ratio(before, after)
     if ratio == 1 or not (old_size and size and names and is_kept):
         return ""

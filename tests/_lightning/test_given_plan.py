@@ -70,7 +70,10 @@ DIFFERENCES = {
         "the batch size of the project was 4 and is 3",
     ),
     "accumulation": (
-        {"project_recipe": Recipe(3, accumulate_grad_batches=2)},
+        {
+            "recipe": Recipe(64, 3, effective_batch_size=192),
+            "project_recipe": Recipe(3, accumulate_grad_batches=2),
+        },
         "the accumulation of the project was 2 and is 1",
     ),
     "strategy": (
@@ -312,6 +315,16 @@ def test_each_fit_of_a_script_has_the_size_and_its_evaluations_too(train, device
     trainer.fit(module)
     assert module.sizes == [64] * 6
     assert finder.plan.project_batch_size == 3
+
+
+def test_a_second_fit_has_the_accumulation_of_the_first(train):
+    plan = plan_with(PLAN, recipe=Recipe(64, 2, effective_batch_size=128, learning_rates=(0.001,)))
+    module, trainer, finder = train(plan)
+    assert "An optimizer step has 128 samples instead of 3" in str(finder.plan.notes)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(module)
+    assert trainer.global_step == 6
+    assert (set(module.sizes), trainer.accumulate_grad_batches) == ({64}, 2)
 
 
 def test_a_checkpoint_with_another_size(fit, train, device, tmp_path, recwarn):
