@@ -1105,7 +1105,7 @@ def test_a_step_of_the_search_is_at_most_eleven_frames_below_the_hook(search, de
         ({"steps_per_trial": 3}, "chooses the steps"),
         ({"max_trials": 9, "max_batch_size": 64}, "pass max_batch_size"),
         ({"batch_size": 32}, "max_batch_size is the largest size to consider"),
-        ({"trainer": {}}, "compare and assert_memory take arguments of the Trainer in base="),
+        ({"trainer": {}}, "compare takes arguments of the Trainer in base="),
     ],
 )
 def test_arguments_of_lightnings_finder_are_refused_with_ours(arguments, advice):

@@ -49,7 +49,9 @@ _LEAST_LIMIT_BYTES = 2**20
 _INSTEAD = {
     "batch_size": "max_batch_size is the largest size to consider.",
     "dataloaders": "find_batch_size takes train_dataloaders=, a list of loaders.",
-    "trainer": "compare and assert_memory take arguments of the Trainer in base=, a dictionary.",
+    "train_dataloader": "find_batch_size takes train_dataloaders=.",
+    "val_dataloader": "find_batch_size takes val_dataloaders=.",
+    "trainer": "compare takes arguments of the Trainer in base=, a dictionary.",
     "mode": "It fits lines to a few sizes instead of doubling or bisecting; leave it out.",
     "steps_per_trial": "It chooses the steps of each size itself; leave it out.",
     "init_val": "Pass min_batch_size for the smallest size to try.",
@@ -101,8 +103,7 @@ def names_our_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Ar
             )
         for name in keywords:
             if name not in names:
-                near = get_close_matches(name, [*instead, *names], n=1)
-                advice = instead.get("".join(near), advice_on(name, names))
+                advice = instead.get(name, advice_on(name, names))
                 raise TypeError(f"{kind} has no argument {name}. {advice}")
         return function(*arguments, **keywords)
 
